@@ -1,0 +1,85 @@
+"""The nouns of the engine: what is asked, what comes back, and how it ends.
+
+A `Request` is submitted once and answered by a stream of events through its `sink`: any number of
+`TokenEvent`, then exactly one terminal event (`FinishEvent` or `ErrorEvent`), whatever fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. Values are valid: the server checks them at its edge.
+
+    Filters apply in the order penalties, logit_bias, temperature, top_k, top_p, min_p.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int | None = None  # None = off; larger than the vocabulary = off
+    top_p: float = 1.0  # (0, 1]; the best token is always kept
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop_token_ids: frozenset[int] = frozenset()  # beyond the model's own EOS ids
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None = off; N = the sampled token's and the N best
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log, f32) of one sampled token and of the best alternatives, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEvent:
+    """One generated token. An EOS or stop token that ends the request is not sent as a token of text:
+    it comes with `FinishEvent.stop_token_id`, and is counted in `completion_tokens`."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishEvent:
+    """The request ended by itself, or was aborted."""
+
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorEvent:
+    """The request failed after it was accepted."""
+
+    message: str
+    code: str
+
+
+Event = TokenEvent | FinishEvent | ErrorEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt to continue. `sink` is called on the engine thread and must not block or raise."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sink: Callable[[Event], None]

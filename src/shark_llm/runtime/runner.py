@@ -1,0 +1,57 @@
+"""The seam between engine and device: what the engine asks of a compiled model.
+
+Legend: B rows of this step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One batch row of a step: `tokens` stand at positions start .. start + len(tokens) - 1.
+
+    `pages` are the ids of the pages that hold positions 0 .. start + len(tokens) - 1, in order; the
+    keys and values of positions below `start` are already in them. Page 0 is scratch and never listed.
+    Decode rows have one token. A prefill row starts at a multiple of the page size.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+
+
+class ModelRunner(Protocol):
+    """A loaded model with its paged KV cache. Not thread-safe: one caller at a time."""
+
+    page_size: int
+    """Tokens of one page."""
+    num_pages: int
+    """Pages of the pool, page 0 (scratch) included."""
+    vocab_size: int
+    max_model_len: int
+    """Most positions of a sequence."""
+    prefill_batch_sizes: tuple[int, ...]
+    """Compiled batch sizes, ascending."""
+    decode_batch_sizes: tuple[int, ...]
+
+    def forward(self, phase: Phase, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
+        """Run one step and return the logits after each row's last token: (B, V) f32.
+
+        Takes 1 .. max(batch sizes of the phase) rows and pads to the next compiled size. Writes the
+        rows' keys and values into their pages. Blocks until the device is done, without the GIL.
+        The array is valid until the next call.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent."""
+        ...
