@@ -1,7 +1,7 @@
 """Tiny random checkpoints in the Hugging Face layout, for every test that needs one.
 
 The base is T0 of the failure cases: hidden 64, 4 query heads, 2 kv heads, head_dim 16, 2 layers,
-mlp 128, vocab 256, 512 positions, untied, eps 1e-5, float32, fixed seed. All of it can be overridden:
+mlp 128, vocab 256, 512 positions, untied, eps 1e-5, float32, fixed seed. All can be overridden:
 
     directory = write_tiny(tmp_path / "t0")
     directory = write_tiny(tmp_path / "a", config=tiny_config(tie_word_embeddings=True), shards=2)
@@ -197,8 +197,8 @@ def write_tiny(
     """Write a whole checkpoint directory and return it.
 
     `config` is a whole config.json (see `tiny_config`), T0 by default. `weights` by Hugging Face
-    name replace the random ones, for instance to leave one out. `dtype` is the tensors' dtype and is
-    put into config.json only when the default config is used.
+    name replace the random ones, for instance to leave one out. `dtype` is the tensors' dtype, and
+    stands in config.json only when the default config is used.
     """
     if config is None:
         config = tiny_config(torch_dtype=str(dtype).removeprefix("torch."))
