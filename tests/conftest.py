@@ -1,0 +1,51 @@
+"""What holds for every test: its marker is its folder's name, and it cannot reach the network."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+KINDS = frozenset({"unit", "property", "golden", "iree", "e2e", "docs"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with the folder it lies in; a test outside of them is a mistake."""
+    for item in items:
+        kind = item.path.relative_to(TESTS).parts[0]
+        if kind not in KINDS:
+            folders = ", ".join(sorted(KINDS))
+            raise pytest.UsageError(f"{item.path} lies in none of the test folders: {folders}")
+        item.add_marker(kind)
+
+
+def _is_loopback(address: Any) -> bool:
+    """Whether a socket address is on this machine: a Unix socket, 127.0.0.0/8, ::1 or localhost."""
+    if not isinstance(address, tuple):
+        return True
+    host = address[0]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _offline() -> Any:
+    """Refuse connections that leave this machine, in the test process itself."""
+    connect = socket.socket.connect
+
+    def connect_locally(self: socket.socket, address: Any) -> None:
+        if not _is_loopback(address):
+            raise OSError(f"tests are offline: a connection to {address!r} was refused")
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", connect_locally)
+        yield
