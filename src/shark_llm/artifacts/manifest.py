@@ -6,9 +6,17 @@ dynamic dimensions as strings.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shark_llm.errors import ArtifactError, VersionMismatchError
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -39,8 +47,8 @@ class CacheSpec(TensorSpec):
 class EntryPoint(Frozen):
     """A public function of the module.
 
-    It takes `inputs`, then every cache of `Manifest.caches` in order (consumed); it returns `results`,
-    then every cache in the same order, each aliasing the argument.
+    It takes `inputs`, then every cache of `Manifest.caches` in order (consumed); it returns
+    `results`, then every cache in the same order, each aliasing the argument.
     """
 
     name: str
@@ -57,7 +65,10 @@ class Replicate(Frozen):
 
 
 class Split(Frozen):
-    """Rank r owns rows ranges[r][0] .. ranges[r][1] - 1 along `dim`. Ranges may overlap (KV replication)."""
+    """Rank r owns rows ranges[r][0] .. ranges[r][1] - 1 along `dim`.
+
+    Ranges may overlap (KV replication). A rank with an empty range has no such parameter.
+    """
 
     kind: Literal["split"] = "split"
     dim: int
@@ -76,7 +87,7 @@ class Source(Frozen):
 
 
 class Target(Frozen):
-    """What the module was compiled for. `flags` are all flags of iree-compile but input and output."""
+    """What the module was compiled for. `flags`: all of iree-compile's but input and output."""
 
     name: str
     driver: str
@@ -130,3 +141,60 @@ class Manifest(Frozen):
     """None: the target cannot run where the bundle was built."""
     files: dict[str, FileInfo]
     """Every other file of the bundle."""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The canonical JSON: sorted keys, two spaces, UTF-8. Equal manifests give equal bytes."""
+    fields = manifest.model_dump(mode="json")
+    text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Parse and check manifest.json.
+
+    Raises VersionMismatchError for another schema version, ArtifactError when the file is missing
+    or says something else than it must.
+    """
+    try:
+        fields = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ArtifactError(
+            f"no bundle at {path.parent}: cannot read {path.name} ({error.strerror}); "
+            "check the path, or build it with shark-compile"
+        ) from error
+    except ValueError as error:
+        raise ArtifactError(
+            f"{path} is not JSON ({error}): copy the bundle again or rebuild it"
+        ) from error
+    version = fields.get("schema_version") if isinstance(fields, dict) else None
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        remedy = "rebuild the bundle" if version < SCHEMA_VERSION else "install a newer shark-llm"
+        raise VersionMismatchError(
+            f"{path} has schema version {version}, this shark-llm reads {SCHEMA_VERSION}: {remedy}"
+        )
+    try:
+        return Manifest.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        first, count = error.errors()[0], error.error_count()
+        where = ".".join(str(part) for part in first["loc"]) or "the top level"
+        more = f" and {count - 1} more faults" if count > 1 else ""
+        raise ArtifactError(
+            f"{path} is not a manifest: {where}: {first['msg']}{more}; rebuild the bundle"
+        ) from error
+
+
+def digest_files(root: Path, names: Iterable[str]) -> dict[str, FileInfo]:
+    """Size and sha256 of each of the files `names` below `root`, several at a time.
+
+    Hashing releases the GIL, so threads give the speed of the disk or of all cores.
+    """
+
+    def digest(name: str) -> FileInfo:
+        with (root / name).open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            return FileInfo(size=os.fstat(file.fileno()).st_size, sha256=sha256)
+
+    ordered = sorted(names)
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(ordered, pool.map(digest, ordered), strict=True))

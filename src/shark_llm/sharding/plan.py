@@ -1,7 +1,7 @@
 """Which part of which parameter each rank holds: tensor parallelism as data.
 
     column_parallel   attn_q attn_k attn_v ffn_gate ffn_up   weight and bias by rows (dim 0)
-    row_parallel      attn_output ffn_down                   weight by columns (dim 1), bias on rank 0
+    row_parallel      attn_output ffn_down                   weight by columns (1), bias on rank 0
     vocab_parallel    token_embd output                      by rows of the vocabulary (dim 0)
     replicated        attn_norm ffn_norm output_norm         whole on every rank
 
