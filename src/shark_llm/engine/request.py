@@ -1,7 +1,8 @@
 """The nouns of the engine: what is asked, what comes back, and how it ends.
 
-A `Request` is submitted once and answered by a stream of events through its `sink`: any number of
-`TokenEvent`, then exactly one terminal event (`FinishEvent` or `ErrorEvent`), whatever fails.
+A `Request` is submitted once and answered by a stream of events through its `sink`: at most one
+`PromptLogprobsEvent`, any number of `TokenEvent`, then exactly one terminal event (`FinishEvent` or
+`ErrorEvent`), whatever fails.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class SamplingParams:
     Filters apply in the order penalties, logit_bias, temperature, top_k, top_p, min_p.
     """
 
-    max_tokens: int
-    min_tokens: int = 0
+    max_tokens: int  # 0 = nothing is generated: only the prompt is scored
+    min_tokens: int = 0  # until then EOS and stop_token_ids cannot be drawn
     temperature: float = 1.0  # 0 = greedy
     top_k: int | None = None  # None = off; larger than the vocabulary = off
     top_p: float = 1.0  # (0, 1]; the best token is always kept
@@ -34,14 +35,26 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()  # beyond the model's own EOS ids
     ignore_eos: bool = False
     logprobs: int | None = None  # None = off; N = the sampled token's and the N best
+    prompt_logprobs: int | None = None  # None = off; N = each prompt token's and the N best
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities (natural log, f32) of one sampled token and of the best alternatives, best first."""
+    """Log-probabilities (natural log) of one token and of the best alternatives, best first.
+
+    They are the model's own: log-softmax of the logits before penalties, bias and temperature.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLogprobsEvent:
+    """What the model thought of the prompt: one entry per prompt token; the first, which nothing
+    precedes, is None. Sent once, before the first `TokenEvent`, if `prompt_logprobs` was asked for."""
+
+    logprobs: tuple[TokenLogprobs | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +67,41 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RequestTimings:
+    """When a request reached each stage, in seconds of `time.monotonic`; None = it never did."""
+
+    submitted: float
+    admitted: float | None
+    """First time it was given pages."""
+    first_token: float | None
+    finished: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class FinishEvent:
-    """The request ended by itself, or was aborted."""
+    """The request ended by itself, or was aborted. `cached_tokens` of the prompt came from the cache."""
 
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     stop_token_id: int | None = None
+    timings: RequestTimings | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorEvent:
-    """The request failed after it was accepted."""
+    """The request failed after it was accepted.
+
+    `code`: forward_failed (the runner raised), invalid_logits (not finite), engine_dead,
+    integrity_breach (it had not started when page ownership was found broken).
+    """
 
     message: str
     code: str
 
 
-Event = TokenEvent | FinishEvent | ErrorEvent
+Event = PromptLogprobsEvent | TokenEvent | FinishEvent | ErrorEvent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,46 @@
+"""A snapshot of the engine for /metrics and the status page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """One consistent view, taken between two steps. Counters only grow; seconds are wall time.
+
+    `pages_free + pages_cached + pages_held == pages_total` holds in every snapshot. A page of the
+    prefix cache counts as cached also while running requests read it.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    """Pages that can hold tokens; the scratch page is not among them."""
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_held: int = 0
+    """Pages that belong to one running request alone."""
+    pages_evictable: int = 0
+    """Cached pages that no running request reads."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found in it, of which no key or value was computed again."""
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens of admitted requests, cached ones included, each counted once."""
+    generation_tokens: int = 0
+    requests_accepted: int = 0
+    requests_finished: Mapping[str, int] = field(default_factory=dict)
+    """By finish_reason, and "error"."""
+    forward_failures: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    """Time spent in steps. An idle engine does not add to it."""
+    forward_seconds: float = 0.0
+    """The part of `step_seconds` in which the runner worked; the rest is the host's own."""
+    decode_batches: Mapping[int, int] = field(default_factory=dict)
+    """Rows of a decode forward -> how many such forwards."""
+    prefill_batches: Mapping[int, int] = field(default_factory=dict)
