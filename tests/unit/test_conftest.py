@@ -15,13 +15,9 @@ def test_marker_is_the_folder(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize(
     ("family", "host"),
     [
-        [
-            (socket.AF_INET, "192.0.2.1"),
-            (socket.AF_INET6, "2001:db8::1"),
-            (socket.AF_INET, "hub.invalid"),
-        ],
+        (socket.AF_INET, "192.0.2.1"),
         (socket.AF_INET6, "2001:db8::1"),
-        (socket.AF_INET, "a.invalid"),
+        (socket.AF_INET, "hub.invalid"),
     ],
 )
 def test_connection_out_is_refused(family: socket.AddressFamily, host: str) -> None:
