@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
+SMOLLM2 = TESTS.parent / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 KINDS = frozenset({"unit", "property", "golden", "iree", "e2e", "docs"})
 
 
@@ -49,3 +50,10 @@ def _offline() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", connect_locally)
         yield
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The real model that tests use: SmolLM2-135M-Instruct as GGUF, fetched by scripts/test."""
+    assert SMOLLM2.exists(), f"{SMOLLM2} is missing: run scripts/test once, or scripts/model.py"
+    return SMOLLM2
