@@ -1,7 +1,7 @@
 """The base install is enough to serve: no torch, no compiler, no checkpoint reader.
 
 A virtual environment is filled with exactly the packages that the base install of shark-llm asks
-for, and theirs, by links to the files of this environment: what pip would install, without a network.
+for, and theirs, by links to the files of this environment: what pip would install, with no network.
 """
 
 from __future__ import annotations

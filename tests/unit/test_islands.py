@@ -1,7 +1,7 @@
 """The serving side works where the compile side is not installed.
 
-The import contracts in pyproject.toml say the same statically; here the modules are really imported, in a
-process in which the compile side's packages cannot be.
+The import contracts in pyproject.toml say the same statically; here the modules are really
+imported, in a process in which the compile side's packages cannot be.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PACKAGE = Path(shark_llm.__file__).parent
 SERVING = ("artifacts", "engine", "runtime", "server")
 COMPILE_ONLY = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub", "iree.compiler")
 
-# Imports everything named on the command line while every package of COMPILE_ONLY is forbidden, then
-# shows which of them are loaded nevertheless.
+# Imports everything named on the command line while every package of COMPILE_ONLY is forbidden,
+# then shows which of them are loaded nevertheless.
 PROBE = """
 import importlib, sys
 forbidden = tuple(sys.argv[1].split(","))
