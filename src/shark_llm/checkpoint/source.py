@@ -6,12 +6,16 @@ Parameter names are ours, which are GGUF's: `token_embd.weight`, `blk.{i}.attn_q
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from shark_llm.errors import CheckpointError
 from shark_llm.model.config import ModelConfig
 
 
@@ -22,21 +26,63 @@ class ParameterInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class Checkpoint(Protocol):
     """A Llama on disk, opened: config checked, weight map total, no weight read yet."""
 
     config: ModelConfig
     parameters: Mapping[str, ParameterInfo]
-    """Every parameter of the model by our name; without `output.weight` when embeddings are tied."""
+    """Every parameter of the model by our name; no `output.weight` when embeddings are tied."""
     aux_files: Mapping[str, bytes]
     """config.json, generation_config.json, tokenizer.json, tokenizer_config.json,
     chat_template.jinja: those that the checkpoint has (for GGUF: rebuilt from its metadata)."""
+    notes: tuple[str, ...]
+    """What a user should know though it is no error, one line each: a config that lies about the
+    dtype, a file passed over. The command line prints them."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows start .. stop - 1 of dimension 0, in fresh memory (never a mapping of the whole file)."""
+        """Rows start .. stop - 1 of dimension 0, in fresh memory (never a mapping of the file)."""
         ...
 
     def digest(self) -> str:
         """sha256 over names, shapes, dtypes and bytes of all weight files: 64 hex digits."""
         ...
+
+
+def iter_row_blocks(
+    checkpoint: Checkpoint, name: str, max_bytes: int = 64 << 20
+) -> Iterator[torch.Tensor]:
+    """The whole parameter as blocks of rows, each of at most `max_bytes` or of one row."""
+    info = checkpoint.parameters[name]
+    rows = max(1, max_bytes * info.shape[0] // info.num_bytes)
+    for start in range(0, info.shape[0], rows):
+        yield checkpoint.read(name, start, min(start + rows, info.shape[0]))
+
+
+def read_at(path: Path, offset: int, num_bytes: int) -> torch.Tensor:
+    """`num_bytes` bytes of a file from `offset`, as a new uint8 tensor.
+
+    Positioned reads, and no memory map: pages of a map count as this process's memory for as long
+    as it lives, and a file that shrinks under a map kills the process. Raises CheckpointError when
+    the file ends early.
+    """
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    view: memoryview = buffer.numpy().data
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < num_bytes:
+            count = os.preadv(fd, [view[done:]], offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{path}: ends at byte {offset + done}, expected {offset + num_bytes}:"
+                    " it was changed while being read; download it again"
+                )
+            done += count
+    finally:
+        os.close(fd)
+    return buffer

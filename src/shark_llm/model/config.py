@@ -220,6 +220,6 @@ def _sliding_window(hf: Mapping[str, Any], mistral: bool) -> int | None:
         refuse("sliding_window", window, "LlamaForCausalLM attends to all positions: remove it")
     kind = "full_attention" if window is None else "sliding_attention"
     layer_types = hf.get("layer_types") or []
-    if any(layer_type != kind for layer_type in layer_types):
+    if not isinstance(layer_types, list) or any(entry != kind for entry in layer_types):
         refuse("layer_types", layer_types, f"with this sliding_window, all must be {kind!r}")
     return None if window is None else read_size(hf, "sliding_window", 4096)
