@@ -26,11 +26,11 @@ SCRATCH = -2
 class FakeRunner:
     """Deterministic `ModelRunner`.
 
-    `next_token(history)`, if given, forces the best token (50 above all others); otherwise logits are
-    pseudo-random numbers keyed by the history. `on_forward(index, phase, rows)` is called at the start
-    of each forward and may sleep, block or raise; when it raises, the pages that the rows would have
-    written are poisoned, as a device that failed half-way leaves them. Rows for which `nan(row)` is
-    true return NaN. `calls` records every forward if `record` is set.
+    `next_token(history)`, if given, forces the best token (50 above all others); otherwise logits
+    are pseudo-random numbers keyed by the history. `on_forward(index, phase, rows)` is called at
+    the start of each forward and may sleep, block or raise; when it raises, the pages that the
+    rows would have written are poisoned, as a device that failed half-way leaves them. Rows for
+    which `nan(row)` is true return NaN. `calls` records every forward if `record` is set.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class FakeRunner:
             end = row.start + len(row.tokens)
             pages = list(row.pages)
             assert len(row.tokens) >= 1, f"row {i} is empty"
-            assert row.start >= 0 and end <= self.max_model_len, f"row {i}: {row.start}..{end}"
+            assert row.start >= 0, f"row {i}: {row.start}..{end}"
+            assert end <= self.max_model_len, f"row {i}: {row.start}..{end}"
             assert all(0 <= token < self.vocab_size for token in row.tokens), f"row {i}: bad token"
             assert len(pages) == -(-end // page_size), f"row {i}: {len(pages)} pages, {end} tokens"
             assert len(set(pages)) == len(pages), f"row {i} lists a page twice: {pages}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -52,16 +52,18 @@ class TokenLogprobs:
 @dataclass(frozen=True, kw_only=True)
 class PromptLogprobsEvent:
     """What the model thought of the prompt: one entry per prompt token; the first, which nothing
-    precedes, is None. Sent once, before the first `TokenEvent`, if `prompt_logprobs` was asked for."""
+    precedes, is None. Sent once, before the first `TokenEvent`, if it was asked for."""
 
+    is_terminal: ClassVar[bool] = False
     logprobs: tuple[TokenLogprobs | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEvent:
-    """One generated token. An EOS or stop token that ends the request is not sent as a token of text:
-    it comes with `FinishEvent.stop_token_id`, and is counted in `completion_tokens`."""
+    """One generated token. An EOS or stop token that ends the request is not sent as a token of
+    text: it comes with `FinishEvent.stop_token_id`, and is counted in `completion_tokens`."""
 
+    is_terminal: ClassVar[bool] = False
     token_id: int
     logprobs: TokenLogprobs | None = None
 
@@ -79,8 +81,12 @@ class RequestTimings:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishEvent:
-    """The request ended by itself, or was aborted. `cached_tokens` of the prompt came from the cache."""
+    """The request ended by itself, or was aborted.
 
+    `cached_tokens` of the prompt came from the prefix cache; always less than `prompt_tokens`.
+    """
+
+    is_terminal: ClassVar[bool] = True
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
@@ -93,10 +99,12 @@ class FinishEvent:
 class ErrorEvent:
     """The request failed after it was accepted.
 
-    `code`: forward_failed (the runner raised), invalid_logits (not finite), engine_dead,
-    integrity_breach (it had not started when page ownership was found broken).
+    `code`: forward_failed (the runner raised), invalid_logits (not finite, or nothing left to
+    choose from), engine_dead, integrity_breach (page ownership was found broken before it started),
+    sink_failed (its sink raised).
     """
 
+    is_terminal: ClassVar[bool] = True
     message: str
     code: str
 

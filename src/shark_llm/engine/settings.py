@@ -27,9 +27,9 @@ class EngineSettings:
     scheduling_policy: SchedulingPolicy = "fcfs"
     """fcfs: in order of arrival. lpm: longest cached prefix first."""
     max_overtakes: int = 32
-    """The bound on waiting: so many later arrivals may be admitted before a waiting request, no more."""
+    """The bound on waiting: no more later arrivals than this are admitted before a request."""
     max_consecutive_failures: int = 3
-    """So many forward calls may raise one after the other before the engine gives up."""
+    """When this many forwards in a row have raised, the engine gives up."""
     integrity_check_interval: int = 256
     """Steps between two full checks of page ownership (a cheap count is made at every step)."""
 

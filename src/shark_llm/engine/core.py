@@ -1,0 +1,347 @@
+"""The engine without its thread: take requests in, run one step, send events out.
+
+    add -> Scheduler.plan -> batching -> ModelRunner.forward -> sampling -> sink
+                ^                                                  |
+                +------------- computed, finish <------------------+
+
+A fault stays as small as it can: a forward that raises ends the requests of its rows, logits that
+are not finite end their own request, a sink that raises ends the request it belongs to. After
+`max_consecutive_failures` forwards in a row that raised, the device is taken for dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from shark_llm.engine.batching import decode_groups, prefill_groups
+from shark_llm.engine.request import (
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    FinishReason,
+    PromptLogprobsEvent,
+    Request,
+    RequestTimings,
+    TokenEvent,
+)
+from shark_llm.engine.sampling import SamplerState, best_tokens, sample, token_logprobs
+from shark_llm.engine.scheduler import ScheduledRow, Scheduler
+from shark_llm.engine.settings import EngineSettings
+from shark_llm.engine.state import RequestState
+from shark_llm.engine.stats import EngineStats
+from shark_llm.errors import UsageError
+from shark_llm.runtime.runner import ModelRunner, Phase, Row
+
+logger = logging.getLogger(__name__)
+
+# What clients read. The cause, which may name files and devices, is for the operator: `failure`.
+ENGINE_DEAD = "the engine has stopped after a failure and must be restarted"
+NOTHING_NEW = "the engine found its memory accounting broken and starts nothing new"
+
+
+class EngineCore:
+    """One step after the other. Not thread-safe: the engine thread (or a test) is the only caller."""
+
+    def __init__(
+        self, runner: ModelRunner, settings: EngineSettings, *, eos_token_ids: Collection[int]
+    ) -> None:
+        least = settings.max_num_seqs + runner.page_size
+        if settings.max_num_batched_tokens < least:
+            raise UsageError(
+                f"max_num_batched_tokens is {settings.max_num_batched_tokens}; it must be at least "
+                f"max_num_seqs + page_size = {least}, or prefill would starve beside full decodes"
+            )
+        self.runner = runner
+        self.settings = settings
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.max_model_len = _max_model_len(runner, settings)
+        self.scheduler = self._new_scheduler()
+        self.failure: str | None = None
+        """One line: the device is dead. Nothing runs any more."""
+        self.breach: str | None = None
+        """One line: page ownership is broken. What runs goes on, nothing new starts."""
+        self._states: dict[str, RequestState] = {}
+        self._num_accepted = 0
+        self._finished: Counter[str] = Counter()
+        self._failures_in_a_row = 0
+        self._num_failures = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._steps = 0
+        self._step_seconds = 0.0
+        self._forward_seconds = 0.0
+        self._batches: dict[Phase, Counter[int]] = {"prefill": Counter(), "decode": Counter()}
+
+    @property
+    def has_requests(self) -> bool:
+        return self.scheduler.has_requests
+
+    def add(self, request: Request, *, submitted: float | None = None) -> None:
+        """Take a request in, checked by `check_request`. `submitted` is a `time.monotonic`."""
+        params = request.sampling
+        state = RequestState(
+            request,
+            arrival=self._num_accepted,
+            sampler=SamplerState(params, request.prompt_ids, self.eos_token_ids),
+            root=self.scheduler.cache.root,
+            submitted=time.monotonic() if submitted is None else submitted,
+        )
+        self._num_accepted += 1
+        self._states[request.request_id] = state
+        self.scheduler.add(state)
+        if self.failure is not None:
+            self._fail(state, ENGINE_DEAD, "engine_dead")
+        elif self.breach is not None:
+            self._fail(state, NOTHING_NEW, "integrity_breach")
+        elif not state.is_scoring:
+            self._prompt_scored(state)  # at once: the only token of the prompt has no predecessor
+            if params.max_tokens == 0:
+                self._finish(state, "length")
+
+    def abort(self, request_id: str) -> None:
+        """End a request now. Unknown and ended ones are left alone."""
+        state = self._states.get(request_id)
+        if state is not None:
+            self._finish(state, "abort")
+
+    def abort_all(self) -> None:
+        for state in list(self._states.values()):
+            self._finish(state, "abort")
+
+    def fail_all(self, message: str) -> None:
+        """The engine can go on no more: every request ends with an error.
+
+        The scheduler may be what failed, so it is not asked to take anything out; a new one stands
+        for the empty engine.
+        """
+        self.failure = message
+        states, self._states = self._states, {}
+        self.scheduler = self._new_scheduler()
+        for state in states.values():
+            self._send_last(state, "error", ErrorEvent(message=ENGINE_DEAD, code="engine_dead"))
+
+    def step(self) -> None:
+        """Run one step: every running request that has a row gets it computed, or an error."""
+        began = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan.admitted:
+            now = time.monotonic()
+            for state in plan.admitted:
+                state.admitted = now
+                self._prompt_tokens += state.prompt_len
+        assert plan.decode or plan.prefill, "requests wait but none can run"
+        runner = self.runner
+        for group in decode_groups(plan.decode, runner.decode_batch_sizes):
+            self._forward("decode", group)
+        for group in prefill_groups(plan.prefill, runner.prefill_batch_sizes, runner.page_size):
+            self._forward("prefill", group)
+        self._steps += 1
+        self._check_ownership()
+        self._step_seconds += time.perf_counter() - began
+
+    def check_integrity(self) -> list[str]:
+        """Every breach of page ownership, one line each."""
+        return self.scheduler.check_integrity()
+
+    def stats(self) -> EngineStats:
+        """A consistent snapshot; to be called between steps."""
+        scheduler = self.scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_total=scheduler.pool.total,
+            pages_free=scheduler.pool.num_free,
+            pages_cached=scheduler.cache.num_pages,
+            pages_held=scheduler.num_held_pages,
+            pages_evictable=scheduler.cache.num_evictable,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            requests_accepted=self._num_accepted,
+            requests_finished=dict(self._finished),
+            forward_failures=self._num_failures,
+            steps=self._steps,
+            step_seconds=self._step_seconds,
+            forward_seconds=self._forward_seconds,
+            decode_batches=dict(self._batches["decode"]),
+            prefill_batches=dict(self._batches["prefill"]),
+        )
+
+    def _new_scheduler(self) -> Scheduler:
+        runner = self.runner
+        return Scheduler(self.settings, page_size=runner.page_size, num_pages=runner.num_pages)
+
+    def _forward(self, phase: Phase, group: Sequence[ScheduledRow]) -> None:
+        """Run one forward and see to each of its rows."""
+        if self.failure is not None:
+            return
+        size = self.runner.page_size
+        rows = [
+            Row(
+                tokens=row.state.tokens[row.start : row.end],
+                start=row.start,
+                pages=row.state.pages[: -(-row.end // size)],
+            )
+            for row in group
+        ]
+        self._batches[phase][len(rows)] += 1
+        began = time.perf_counter()
+        try:
+            logits = self.runner.forward(phase, rows)
+        except Exception as error:
+            self._forward_failed(group, error)
+            return
+        finally:
+            self._forward_seconds += time.perf_counter() - began
+        self._failures_in_a_row = 0
+        best, finite = best_tokens(logits)
+        for i, row in enumerate(group):
+            state = row.state
+            if not finite[i]:
+                self._fail(state, "the model returned logits that are not finite", "invalid_logits")
+                continue
+            self.scheduler.computed(row)
+            if row.end == len(state.tokens):
+                drawn = sample(logits[i], int(best[i]), state.sampler)
+                if drawn is None:
+                    message = "min_tokens and the stop tokens leave no token to choose from"
+                    self._fail(state, message, "invalid_logits")
+                    continue
+                self._accept(
+                    state,
+                    drawn.token_id,
+                    TokenEvent(token_id=drawn.token_id, logprobs=drawn.logprobs),
+                )
+            elif state.is_scoring and row.end > state.last_wanted:
+                assert state.prompt_logprobs is not None
+                count = state.request.sampling.prompt_logprobs or 0
+                state.prompt_logprobs.append(
+                    token_logprobs(logits[i], state.tokens[row.end], count)
+                )
+                if not state.is_scoring:
+                    self._prompt_scored(state)
+                    if state.request.sampling.max_tokens == 0:
+                        self._finish(state, "length")
+
+    def _accept(self, state: RequestState, token: int, event: TokenEvent) -> None:
+        """A token was drawn: send it, or end the request with it, or both."""
+        params = state.request.sampling
+        self._generation_tokens += 1
+        if state.first_token is None:
+            state.first_token = time.monotonic()
+        state.tokens.append(token)
+        state.sampler.accept(token)
+        if token in state.sampler.stop_ids:
+            self._finish(state, "stop", stop_token_id=token)
+            return
+        self._send(state, event)
+        if state.num_generated >= params.max_tokens or len(state.tokens) >= self.max_model_len:
+            self._finish(state, "length")
+
+    def _prompt_scored(self, state: RequestState) -> None:
+        if state.prompt_logprobs is not None:
+            self._send(state, PromptLogprobsEvent(logprobs=tuple(state.prompt_logprobs)))
+
+    def _forward_failed(self, group: Sequence[ScheduledRow], error: Exception) -> None:
+        self._num_failures += 1
+        self._failures_in_a_row += 1
+        logger.error("forward of %d rows failed", len(group), exc_info=error)
+        for row in group:
+            self._fail(row.state, "the device failed while it ran this request", "forward_failed")
+        if self._failures_in_a_row >= self.settings.max_consecutive_failures:
+            self.fail_all(
+                f"the device failed {self._failures_in_a_row} times in a row, "
+                f"last with {type(error).__name__}: {error}"
+            )
+
+    def _finish(
+        self, state: RequestState, reason: FinishReason, *, stop_token_id: int | None = None
+    ) -> None:
+        self._end(
+            state,
+            reason,
+            FinishEvent(
+                finish_reason=reason,
+                prompt_tokens=state.prompt_len,
+                completion_tokens=state.num_generated,
+                cached_tokens=state.cached_tokens,
+                stop_token_id=stop_token_id,
+                timings=RequestTimings(
+                    submitted=state.submitted,
+                    admitted=state.admitted,
+                    first_token=state.first_token,
+                    finished=time.monotonic(),
+                ),
+            ),
+        )
+
+    def _fail(self, state: RequestState, message: str, code: str) -> None:
+        self._end(state, "error", ErrorEvent(message=message, code=code))
+
+    def _end(self, state: RequestState, outcome: str, event: Event) -> None:
+        """The one place where a request leaves: its terminal event is the last it sends."""
+        if self._states.pop(state.request.request_id, None) is None:
+            return  # its sink raised while an event before this one was sent
+        # What a failed forward left in the pages is unknown, so nobody may match it.
+        self.scheduler.finish(state, reusable=outcome != "error")
+        self._send_last(state, outcome, event)
+
+    def _send_last(self, state: RequestState, outcome: str, event: Event) -> None:
+        self._finished[outcome] += 1
+        try:
+            state.request.sink(event)
+        except Exception:
+            logger.exception(
+                "the sink of request %s raised on its last event", state.request.request_id
+            )
+
+    def _send(self, state: RequestState, event: Event) -> None:
+        if state.request.request_id not in self._states:
+            return
+        try:
+            state.request.sink(event)
+        except Exception:
+            logger.exception("the sink of request %s raised", state.request.request_id)
+            self._fail(state, "the receiver of this request's tokens failed", "sink_failed")
+
+    def _check_ownership(self) -> None:
+        """Count the pages at every step, and look at each of them now and then."""
+        scheduler = self.scheduler
+        pool = scheduler.pool
+        count = pool.num_free + scheduler.cache.num_pages + scheduler.num_held_pages
+        if count == pool.total and not pool.breaches:
+            if self._steps % self.settings.integrity_check_interval:
+                return
+            problems = self.check_integrity()
+            if not problems:
+                return
+        else:
+            problems = self.check_integrity() or [f"{count} pages counted, {pool.total} exist"]
+        if self.breach is None:
+            logger.critical("page ownership is broken: %s", "; ".join(problems))
+            self.breach = f"page ownership is broken, restart the server: {problems[0]}"
+        for state in list(scheduler.waiting):
+            self._fail(state, NOTHING_NEW, "integrity_breach")
+
+
+def _max_model_len(runner: ModelRunner, settings: EngineSettings) -> int:
+    """Most tokens of prompt and output together: what module and pages allow, or the setting.
+
+    The last token of an output is never an input, so its key and value need no place.
+    """
+    pages = runner.num_pages - 1
+    most = min(runner.max_model_len, pages * runner.page_size + 1)
+    if settings.max_model_len is None:
+        return most
+    if settings.max_model_len > most:
+        raise UsageError(
+            f"max_model_len is {settings.max_model_len}; the compiled module allows "
+            f"{runner.max_model_len} tokens and the {pages} pages of the KV cache hold "
+            f"{pages * runner.page_size}: lower it, or give the cache more pages"
+        )
+    return settings.max_model_len

@@ -1,0 +1,288 @@
+"""From logits to the next token.
+
+All arithmetic of a row depends on that row alone: numpy works along the vocabulary, and randomness
+is a function of (seed, number of tokens generated so far). So a seeded request draws the same
+tokens alone, in any row of any batch, after a preemption and with a warm cache, given the same
+logits.
+
+Legend: B rows of a forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shark_llm.engine.request import SamplingParams, TokenLogprobs
+
+F32 = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.intp]
+
+GREEDY_BELOW = 1e-20
+"""Temperatures under this are the limit, greedy: dividing by them would leave the range of f32."""
+FIRST_PIVOT = np.float32(1e-3)
+SUM_BLOCK = 256
+_MASK64 = (1 << 64) - 1
+
+
+class TokenCounts:
+    """The distinct tokens of a request and how often it generated each, as arrays that grow."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        ids = sorted(set(prompt_ids))
+        self._slots = {token: slot for slot, token in enumerate(ids)}
+        self._ids = np.array([*ids, *[0] * 64], np.intp)
+        self._counts = np.zeros(len(self._ids), np.float32)
+
+    def add(self, token: int) -> None:
+        """Count one generated token."""
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[slot] = token
+        self._counts[slot] += 1
+
+    def arrays(self) -> tuple[Ids, F32]:
+        """Ids of prompt and output, and the count of each in the output."""
+        size = len(self._slots)
+        return self._ids[:size], self._counts[:size]
+
+
+class SamplerState:
+    """What sampling remembers of one request. `seed` None draws one from the operating system."""
+
+    __slots__ = ("bias", "counts", "has_penalties", "num_generated", "params", "seed", "stop_ids")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        eos_token_ids: Collection[int],
+    ) -> None:
+        self.params = params
+        self.seed = (secrets.randbits(64) if params.seed is None else params.seed) & _MASK64
+        self.stop_ids = frozenset(params.stop_token_ids)
+        """Tokens that end the request. They cannot be drawn before min_tokens."""
+        if not params.ignore_eos:
+            self.stop_ids |= frozenset(eos_token_ids)
+        self.num_generated = 0
+        self.has_penalties = (
+            params.presence_penalty != 0
+            or params.frequency_penalty != 0
+            or params.repetition_penalty != 1
+        )
+        self.counts = TokenCounts(prompt_ids if self.has_penalties else ())
+        self.bias: tuple[Ids, F32] | None = None
+        if params.logit_bias:
+            self.bias = (
+                np.fromiter(params.logit_bias.keys(), np.intp),
+                np.fromiter(params.logit_bias.values(), np.float32),
+            )
+
+    def accept(self, token: int) -> None:
+        """Tell that `token` was generated."""
+        self.num_generated += 1
+        if self.has_penalties:
+            self.counts.add(token)
+
+
+class Sample(NamedTuple):
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+def best_tokens(logits: F32) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    """(B, V) -> the best token of each row (B,), and whether the row can be sampled at all (B,).
+
+    argmax stops at the first NaN, so that one look at the best value finds NaN anywhere in the row,
+    and +inf; a row of -inf alone is no distribution either.
+    """
+    best = logits.argmax(axis=1)
+    return best, np.isfinite(logits[np.arange(len(best)), best])
+
+
+def sample(logits: F32, best: int, state: SamplerState) -> Sample | None:
+    """Choose the next token of one row (V,), whose highest finite logit is at `best`.
+
+    None: min_tokens and the stop tokens leave nothing to choose from.
+    """
+    params = state.params
+    edited = logits
+    if state.has_penalties or state.bias or state.num_generated < params.min_tokens:
+        edited = _edit(logits, state)
+        best = int(edited.argmax())
+        if not np.isfinite(edited[best]):
+            return None
+    token = best
+    if params.temperature >= GREEDY_BELOW and params.top_k != 1:
+        token = _draw(edited, best, params, uniform(state.seed, state.num_generated))
+    if params.logprobs is None:
+        return Sample(token, None)
+    return Sample(token, token_logprobs(logits, token, params.logprobs))
+
+
+def token_logprobs(logits: F32, token: int, count: int) -> TokenLogprobs:
+    """log softmax of (V,) at `token`, and the `count` best; equal ones in the order of their ids."""
+    peak = logits.max()
+    log_total = float(peak) + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
+    top: tuple[tuple[int, float], ...] = ()
+    count = min(count, len(logits))
+    if count:
+        ids = _top_k(logits, count)
+        ids = ids[np.argsort(-logits[ids], kind="stable")]
+        values = (logits[ids].astype(np.float64) - log_total).tolist()
+        top = tuple(zip(ids.tolist(), values, strict=True))
+    return TokenLogprobs(logprob=float(logits[token]) - log_total, top=top)
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1), a pure function of its arguments.
+
+    The first word of Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+    SC11) with key (seed, 0) and counter (position, 0, 0, 0). Spelt out because setting up numpy's
+    generator costs several times as much as the one draw that is needed.
+    """
+    c0, c1, c2, c3 = position, 0, 0, 0
+    k0, k1 = seed, 0
+    for _ in range(10):
+        p0 = 0xD2E7470EE14C6C93 * c0
+        p1 = 0xCA5A826395121157 * c2
+        c0, c1, c2, c3 = (p1 >> 64) ^ c1 ^ k0, p1 & _MASK64, (p0 >> 64) ^ c3 ^ k1, p0 & _MASK64
+        k0 = (k0 + 0x9E3779B97F4A7C15) & _MASK64
+        k1 = (k1 + 0xBB67AE8584CAA73B) & _MASK64
+    return (c0 >> 11) * 2.0**-53
+
+
+def _edit(logits: F32, state: SamplerState) -> F32:
+    """Penalties, logit_bias and the ban on stop tokens before min_tokens, on a copy of (V,).
+
+    repetition: of prompt and output, logits > 0 divided and others multiplied (CTRL, Keskar et al.
+    2019); frequency and presence: of the output, subtracted per occurrence and once (OpenAI).
+    """
+    params = state.params
+    edited = logits.copy()
+    if state.has_penalties:
+        ids, counts = state.counts.arrays()
+        values = edited[ids]
+        if params.repetition_penalty != 1:
+            penalty = np.float32(params.repetition_penalty)
+            values = np.where(values > 0, values / penalty, values * penalty)
+        values -= np.float32(params.frequency_penalty) * counts
+        values -= np.float32(params.presence_penalty) * (counts > 0)
+        edited[ids] = values
+    if state.bias is not None:
+        edited[state.bias[0]] += state.bias[1]
+    if state.num_generated < params.min_tokens:
+        edited[list(state.stop_ids)] = -np.inf
+    return edited
+
+
+def _draw(logits: F32, best: int, params: SamplingParams, u: float) -> int:
+    """Temperature, top_k, top_p, min_p, then the token at `u` of the distribution function."""
+    z = logits - logits[best]  # (V,) <= 0; the best stays at 0 whatever the temperature
+    if params.temperature != 1.0:
+        z /= np.float32(params.temperature)
+    ids: Ids | None = None  # None = the whole vocabulary
+    if params.top_k is not None and params.top_k < len(z):
+        ids = _top_k(z, params.top_k)
+        z = z[ids]
+    if params.min_p > 0 and params.top_p >= 1:  # needs no sum, so do it before the exponentials
+        ids, z = _keep_min_p(ids, z, params.min_p)
+    weights = np.exp(z)
+    if params.top_p < 1:
+        kept = _nucleus(weights, params.top_p)
+        weights = weights[kept]
+        ids = kept if ids is None else ids[kept]
+        if params.min_p > 0:
+            ids, z = _keep_min_p(ids, z[kept], params.min_p)
+            weights = np.exp(z)
+    index = _invert(weights, u)
+    return index if ids is None else int(ids[index])
+
+
+def _top_k(values: F32, k: int) -> Ids:
+    """Indices of the k largest, ascending; of equal ones at the edge those with the lowest index."""
+    if k >= len(values):
+        return np.arange(len(values))
+    edge = np.partition(values, len(values) - k)[len(values) - k]
+    ids = np.flatnonzero(values >= edge)
+    if len(ids) > k:
+        above = ids[values[ids] > edge]
+        ids = np.sort(np.concatenate([above, ids[values[ids] == edge][: k - len(above)]]))
+    return ids
+
+
+def _keep_min_p(ids: Ids | None, z: F32, min_p: float) -> tuple[Ids, F32]:
+    """Keep what is at least `min_p` times as likely as the best (z = 0)."""
+    kept = np.flatnonzero(z >= np.float32(np.log(min_p)))
+    return (kept if ids is None else ids[kept]), z[kept]
+
+
+def _nucleus(weights: F32, top_p: float) -> Ids:
+    """Indices, ascending, of the smallest set of largest weights whose sum is top_p of the whole.
+
+    At least one; of equal ones at the edge those with the lowest index. Finds the edge as
+    quickselect does, by mass instead of by rank: sorting a whole vocabulary takes ten times as
+    long.
+    """
+    target = top_p * float(weights.sum())
+    mass = 0.0  # of all weights above `pool`
+    pool = weights
+    pivot = FIRST_PIVOT
+    while len(pool) > SUM_BLOCK:
+        upper = pool[pool > pivot]
+        if 0 < len(upper) < len(pool):
+            upper_mass = float(upper.sum())
+            if mass + upper_mass >= target:
+                pool = upper
+            else:
+                mass += upper_mass
+                pool = pool[pool <= pivot]
+        elif len(upper) == 0:  # the pivot is the largest: its equals go together
+            lower = pool[pool < pivot]
+            equal_mass = (len(pool) - len(lower)) * float(pivot)
+            if len(lower) == 0 or mass + equal_mass >= target:
+                pool = pool[pool == pivot]
+                break
+            mass += equal_mass
+            pool = lower
+        pivot = pool[len(pool) // 2]
+    pool = -np.sort(-pool)
+    rank = int(np.searchsorted(mass + np.cumsum(pool, dtype=np.float64), target))
+    edge = pool[min(rank, len(pool) - 1)]
+    kept = np.flatnonzero(weights >= edge)
+    equal_ids = kept[weights[kept] == edge]
+    if len(equal_ids) > 1 and edge > 0:
+        above = kept[weights[kept] > edge]
+        missing = (target - float(weights[above].sum())) / float(edge)
+        count = min(max(int(np.ceil(missing)), 1), len(equal_ids))
+        kept = np.sort(np.concatenate([above, equal_ids[:count]]))
+    return kept
+
+
+def _invert(weights: F32, u: float) -> int:
+    """The index at which the running sum of `weights` passes `u` times the whole. Its weight is >
+    0.
+
+    Sums blocks first and then looks into one of them: a running sum over the whole vocabulary is
+    twenty times as slow.
+    """
+    blocks = np.cumsum(
+        np.add.reduceat(weights, np.arange(0, len(weights), SUM_BLOCK)), dtype=np.float64
+    )
+    target = u * blocks[-1]
+    block = min(int(np.searchsorted(blocks, target, side="right")), len(blocks) - 1)
+    begin = block * SUM_BLOCK
+    inner = np.cumsum(weights[begin : begin + SUM_BLOCK], dtype=np.float64)
+    if block:
+        target -= blocks[block - 1]
+    index = begin + min(int(np.searchsorted(inner, target, side="right")), len(inner) - 1)
+    if weights[index] > 0:
+        return index
+    # Rounding led to the zeros behind the last weight of the block.
+    return int(np.flatnonzero(weights[: index + 1])[-1])
