@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shark_llm.server.app import ENDPOINTS
+from shark_llm.server.protocol import GenerationRequest
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 COMMANDS = ("shark-compile", "shark-serve")
@@ -104,3 +107,15 @@ def test_architecture_lists_the_folders() -> None:
     there = {path.name for path in package.glob("*.py")} - {"__init__.py"}
     there |= {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     assert listed == there
+
+
+def test_serving_page_names_every_endpoint() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    missing = [e.path for e in ENDPOINTS if f"`{e.method} {e.path}`" not in page]
+    assert not missing
+
+
+def test_serving_page_names_every_parameter() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    missing = [name for name in GenerationRequest.model_fields if f"`{name}`" not in page]
+    assert not missing

