@@ -47,9 +47,8 @@ class PrefixCache:
         self._num_locked = 0
         self._clock = 0
         self._sequence = 0
-        self._leaves: list[
-            tuple[int, int, Node]
-        ] = []  # heap of evictable leaves, with stale entries
+        # A heap of (last_used, number, leaf) of evictable leaves, with stale entries among them.
+        self._leaves: list[tuple[int, int, Node]] = []
 
     @property
     def num_evictable(self) -> int:
@@ -158,9 +157,7 @@ class PrefixCache:
         if node.children or node.lock_count or node.parent is None:
             return
         if len(self._leaves) > 2 * self.num_pages + 64:  # mostly stale entries: start afresh
-            leaves = [
-                n for n in self.nodes() if not n.children and not n.lock_count and n is not node
-            ]
+            leaves = [n for n in self.nodes() if not (n.children or n.lock_count or n is node)]
             self._leaves = [(n.last_used, i, n) for i, n in enumerate(leaves)]
             heapq.heapify(self._leaves)
             self._sequence = max(self._sequence, len(leaves))

@@ -158,13 +158,11 @@ class Scheduler:
                     f"cached page {node.page} has {node.lock_count} locks, "
                     f"{locks.get(id(node), 0)} requests read it"
                 )
-        if (
-            num_cached != self.cache.num_pages
-            or num_cached - num_locked != self.cache.num_evictable
-        ):
+        counted = (self.cache.num_pages, self.cache.num_evictable)
+        if counted != (num_cached, num_cached - num_locked):
             problems.append(
                 f"{num_cached} cached pages, {num_locked} locked; the cache counts "
-                f"{self.cache.num_pages} and {self.cache.num_evictable} evictable"
+                f"{counted[0]} and {counted[1]} evictable"
             )
         missing = self.pool.total - len(owners)
         if missing > 0:
