@@ -1,0 +1,338 @@
+"""shark-serve: parse, check, serve. `shark-compile serve` is the same command."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from shark_llm import __version__
+from shark_llm.engine.settings import SCHEDULING_POLICIES, EngineSettings
+from shark_llm.errors import SharkError, UsageError
+from shark_llm.server.settings import ServerSettings
+
+PROGRAM = "shark-serve"
+MULTI_VALUE_FLAGS = ("--device-ids", "--api-key", "--cors-allow-origin")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_ENGINE = EngineSettings()
+_SERVER = ServerSettings(served_model_name="")
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+_MODEL = "Model"
+_DEVICE = "Device and memory"
+_SCHEDULING = "Scheduling"
+_HTTP = "HTTP"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    artifacts_dir: Annotated[
+        Path, typer.Option(help="The bundle that shark-compile wrote.", rich_help_panel=_MODEL)
+    ],
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            help="The name that clients use. Default: the model's own.", rich_help_panel=_MODEL
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of prompt and output together. Default: what the bundle allows.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="local-task, local-sync, hip or cuda. Default: what the bundle was compiled for.",
+            rich_help_panel=_DEVICE,
+        ),
+    ] = None,
+    device_ids: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Which devices, one per rank, separated by spaces.", rich_help_panel=_DEVICE
+        ),
+    ] = None,
+    kv_cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that the KV cache holds. Default: what fits.", rich_help_panel=_DEVICE
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Most requests that run at once.", rich_help_panel=_SCHEDULING)
+    ] = _ENGINE.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Token budget of one step.", rich_help_panel=_SCHEDULING)
+    ] = _ENGINE.max_num_batched_tokens,
+    max_num_queued_requests: Annotated[
+        int,
+        typer.Option(
+            help="Requests that may wait beyond those that run; more get a 503.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = _ENGINE.max_num_queued_requests,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Reuse the KV pages of equal prompt beginnings.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = _ENGINE.enable_prefix_caching,
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            help=f"{' or '.join(SCHEDULING_POLICIES)}: first come first served, or longest cached "
+            "prefix first.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = _ENGINE.scheduling_policy,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that a request may take. Default: no limit.",
+            rich_help_panel=_SCHEDULING,
+        ),
+    ] = _SERVER.request_timeout,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on.", rich_help_panel=_HTTP)
+    ] = _SERVER.host,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", rich_help_panel=_HTTP)
+    ] = _SERVER.port,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that clients must send; several may be given. Prefer the environment "
+            "variable, which other users of the machine cannot see.",
+            envvar="SHARK_API_KEY",
+            show_default=False,
+            rich_help_panel=_HTTP,
+        ),
+    ] = None,
+    cors_allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origins whose web pages may call this server; * is any.", rich_help_panel=_HTTP
+        ),
+    ] = None,
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that running requests get to finish after SIGTERM.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = _SERVER.shutdown_timeout,
+    log_level: Annotated[
+        str, typer.Option(help=f"One of {', '.join(LOG_LEVELS)}.", rich_help_panel=_HTTP)
+    ] = "info",
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_HTTP)
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Serve a compiled Llama over HTTP, in the form of the OpenAI API."""
+    if scheduling_policy not in SCHEDULING_POLICIES:
+        raise UsageError(
+            f"--scheduling-policy is {scheduling_policy!r}; "
+            f"it must be one of {', '.join(SCHEDULING_POLICIES)}"
+        )
+    _check_positive(
+        {
+            "--max-model-len": max_model_len,
+            "--kv-cache-tokens": kv_cache_tokens,
+            "--request-timeout": request_timeout,
+        }
+    )
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port is {port}; it must be in 0..65535")
+    if not shutdown_timeout >= 0:
+        raise UsageError(f"--shutdown-timeout is {shutdown_timeout}; it must be at least 0")
+    keys = tuple(api_key or ())
+    if not all(key.strip() == key and key.isascii() and key for key in keys):
+        raise UsageError("an --api-key is empty, or not plain ASCII without spaces; choose another")
+    engine_settings = EngineSettings(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_queued_requests=max_num_queued_requests,
+        max_model_len=max_model_len,
+        enable_prefix_caching=enable_prefix_caching,
+        scheduling_policy=scheduling_policy,
+    )
+    _configure_logging(log_level)
+    raise typer.Exit(
+        _run(
+            artifacts_dir,
+            engine_settings,
+            served_model_name=served_model_name,
+            device=device,
+            device_ids=None if not device_ids else tuple(device_ids),
+            kv_cache_tokens=kv_cache_tokens,
+            host=host,
+            port=port,
+            api_keys=keys,
+            cors_allow_origins=tuple(cors_allow_origin or ()),
+            request_timeout=request_timeout,
+            shutdown_timeout=shutdown_timeout,
+            debug=debug,
+        )
+    )
+
+
+def _run(
+    artifacts_dir: Path,
+    engine_settings: EngineSettings,
+    *,
+    served_model_name: str | None,
+    device: str | None,
+    device_ids: tuple[int, ...] | None,
+    kv_cache_tokens: int | None,
+    host: str,
+    port: int,
+    api_keys: tuple[str, ...],
+    cors_allow_origins: tuple[str, ...],
+    request_timeout: float | None,
+    shutdown_timeout: float,
+    debug: bool,
+) -> int:
+    # Imported here, so that --help and a wrong flag answer at once.
+    from shark_llm.artifacts.bundle import open_bundle
+    from shark_llm.runtime.devices import DeviceConfig
+    from shark_llm.runtime.module import load_runner
+    from shark_llm.server.lifecycle import Loaded, Report, bind, run_server
+    from shark_llm.server.loading import start_engine
+
+    sock = bind(host, port)
+    try:
+        bundle = open_bundle(artifacts_dir)
+    except BaseException:
+        sock.close()
+        raise
+    manifest = bundle.manifest
+    name = served_model_name or manifest.source.name
+    config = DeviceConfig(driver=device or manifest.target.driver, device_ids=device_ids)
+
+    def load(report: Report) -> Loaded:
+        report("loading the module and mapping its parameters")
+        runner = load_runner(bundle, config, kv_cache_tokens, engine_settings.max_model_len)
+        report("starting the engine")
+        notes: list[str] = []
+        loaded = start_engine(
+            runner,
+            engine_settings,
+            directory=bundle.path,
+            manifest=manifest,
+            served_model_name=name,
+            notes=notes,
+        )
+        for note in notes:
+            logging.getLogger("shark_llm.server").warning(note)
+        return loaded
+
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        served_model_name=name,
+        api_keys=api_keys,
+        cors_allow_origins=cors_allow_origins,
+        request_timeout=request_timeout,
+        shutdown_timeout=shutdown_timeout,
+        debug=debug,
+    )
+    return run_server(settings, load, sock)
+
+
+def _check_positive(values: dict[str, int | float | None]) -> None:
+    for flag, value in values.items():
+        if value is not None and not value > 0:
+            raise UsageError(f"{flag} is {value}; it must be more than 0")
+
+
+def _configure_logging(level: str) -> None:
+    if level not in LOG_LEVELS:
+        raise UsageError(f"--log-level is {level!r}; it must be one of {', '.join(LOG_LEVELS)}")
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(message)s",
+        force=True,
+    )
+
+
+def normalize_argv(argv: Sequence[str]) -> list[str]:
+    """The command line in typer's terms.
+
+    Underscores in flag names are hyphens (`--device_ids`), and a flag that takes several values may
+    have them behind it, separated by spaces: `--device-ids 0 1 2` or `--device-ids=0,1,2`.
+    """
+    result: list[str] = []
+    several: str | None = None
+    for position, argument in enumerate(argv):
+        if argument == "--":
+            return result + list(argv[position:])
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            name = name.replace("_", "-")
+            several = name if name in MULTI_VALUE_FLAGS else None
+            if several is None:
+                result.append(name + equals + value)
+            elif equals:
+                result += _repeated(several, value)
+        elif several is not None and not argument.startswith("-"):
+            result += _repeated(several, argument)
+        else:
+            several = None
+            result.append(argument)
+    return result
+
+
+def _repeated(flag: str, value: str) -> list[str]:
+    values = value.replace(",", " ").split() if flag == "--device-ids" else [value]
+    return [part for each in values for part in (flag, each)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script: one line per error, the exit code of the error's class."""
+    arguments = normalize_argv(sys.argv[1:] if argv is None else argv)
+    try:
+        code = app(arguments, prog_name=PROGRAM, standalone_mode=False)
+    except SharkError as error:
+        if "--debug" in arguments:
+            raise
+        _fail(str(error), error.exit_code)
+    except TyperException as error:
+        _fail(f"{error.format_message()} (see {PROGRAM} --help)", 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
+    sys.exit(code or 0)
+
+
+def _fail(message: str, code: int) -> None:
+    line = " ".join(message.split())
+    sys.stderr.write(f"{PROGRAM}: error: {line}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shark_llm.engine.request import TokenEvent
+from shark_llm.errors import RequestError
+from shark_llm.server import sse
+from shark_llm.server.body import read_body
+from shark_llm.server.completions import check_generation_request, check_num_choices
+from shark_llm.server.context import Context
+from shark_llm.server.errors import error_body, shorten
+from shark_llm.server.generation import Generation, GenerationFailed
+from shark_llm.server.logprobs import chat_logprobs
+from shark_llm.server.params import check_unsupported, sampling_params
+from shark_llm.server.prompts import encode_chat, special_stops, token_budget
+from shark_llm.server.protocol import (
+    CHAT_UNSUPPORTED,
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatDelta,
+    ChatLogprobs,
+    Usage,
+)
+from shark_llm.server.state import ServedModel
+from shark_llm.server.text_stream import ChoiceSpec
+
+
+async def chat_completions(context: Context, request: Request) -> Response:
+    """Answer a conversation, n times."""
+    limit = context.settings.max_body_bytes
+    body = await read_body(request, ChatCompletionRequest, max_bytes=limit)
+    served = context.state.model(body.model)
+    _check(body)
+    specs = await _specs(body, served, context.settings.max_choices)
+    generation = context.begin(request, served, specs, prefix="chatcmpl", names=body.names())
+    answer = _Answer(body, served, generation)
+    if body.stream:
+        return sse.EventStream(answer.events(), on_close=generation.close)
+    try:
+        whole = await sse.unless_disconnected(request.receive, answer.whole())
+    finally:
+        generation.close()
+    return Response(whole.model_dump_json(), media_type="application/json")
+
+
+def _check(body: ChatCompletionRequest) -> None:
+    check_unsupported(body.model_extra or {}, CHAT_UNSUPPORTED)
+    check_generation_request(body)
+    if body.tool_choice not in (None, "none", "auto"):
+        raise RequestError(
+            f"tool_choice: only 'auto' and 'none' are supported, got {shorten(body.tool_choice)}; "
+            "this server shows tools to the model but cannot force a call",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+
+
+async def _specs(
+    body: ChatCompletionRequest, served: ServedModel, max_choices: int
+) -> list[ChoiceSpec]:
+    per_prompt = body.choices_per_prompt()
+    check_num_choices(1, per_prompt, max_choices)
+    fields = body if body.tool_choice != "none" else body.model_copy(update={"tools": None})
+    ids = await encode_chat(served, fields)
+    budget = token_budget(served, len(ids), body.token_limit(), param="messages")
+    stop_tokens = special_stops(served, body)
+    return [
+        ChoiceSpec(
+            prompt_index=0,
+            prompt_ids=tuple(ids),
+            sampling=sampling_params(
+                body,
+                max_tokens=budget,
+                min_tokens=body.min_tokens or 0,
+                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                defaults=served.defaults,
+                vocab_size=served.vocab_size,
+                extra_stop_ids=stop_tokens,
+                choice=choice,
+            ),
+            stop=body.stop,
+            include_stop=bool(body.include_stop_str_in_output),
+            stop_tokens=stop_tokens,
+        )
+        for choice in range(per_prompt)
+    ]
+
+
+class _Answer:
+    """Writes one generation as a whole answer or as a stream of chunks."""
+
+    def __init__(
+        self, body: ChatCompletionRequest, served: ServedModel, generation: Generation
+    ) -> None:
+        self._body = body
+        self._served = served
+        self._generation = generation
+        self._created = int(time.time())
+
+    async def whole(self) -> ChatCompletionResponse:
+        choices = [
+            ChatChoice(
+                index=done.index,
+                message=AssistantMessage(content=done.text),
+                logprobs=self._logprobs(done.tokens),
+                finish_reason=done.finish.finish_reason,
+                stop_reason=done.finish.stop_reason,
+            )
+            for done in await self._generation.collect()
+        ]
+        return ChatCompletionResponse(
+            id=self._generation.request_id,
+            created=self._created,
+            model=self._served.name,
+            choices=choices,
+            usage=self._generation.usage(),
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for index in range(self._body.choices_per_prompt()):
+                role = ChatDelta(role="assistant", content="")
+                yield sse.event(self._chunk([ChatChunkChoice(index=index, delta=role)]))
+            async for delta in self._generation.deltas():
+                logprobs = self._logprobs(delta.tokens) if delta.tokens else None
+                if not delta.text and delta.finish is None and logprobs is None:
+                    continue  # tokens whose text is not final yet
+                choice = ChatChunkChoice(
+                    index=delta.index,
+                    delta=ChatDelta(content=delta.text or None),
+                    logprobs=logprobs,
+                )
+                if delta.finish is not None:
+                    choice.finish_reason = delta.finish.finish_reason
+                    choice.stop_reason = delta.finish.stop_reason
+                yield sse.event(self._chunk([choice]))
+            if self._body.wants_usage_chunk():
+                yield sse.event(self._chunk([], self._generation.usage()))
+        except GenerationFailed as error:
+            yield sse.event(error_body(str(error), status=error.status, code=error.code))
+            return
+        yield sse.DONE
+
+    def _logprobs(self, tokens: Sequence[TokenEvent]) -> ChatLogprobs | None:
+        return chat_logprobs(self._served.tokenizer, tokens) if self._body.logprobs else None
+
+    def _chunk(
+        self, choices: list[ChatChunkChoice], usage: Usage | None = None
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self._generation.request_id,
+            created=self._created,
+            model=self._served.name,
+            choices=choices,
+            usage=usage,
+        )

@@ -1,0 +1,326 @@
+"""POST /generate: the form of sglang and of shortfin, the server that this one follows.
+
+One prompt (a string, or a list of ids) gets one object, a list of prompts (or n > 1) gets a list:
+
+    {"text", "output_ids", "meta_info": {"id", "finish_reason", "prompt_tokens", ...}}
+
+Streams repeat the text from its beginning in every event, as sglang does. A request written in
+shortfin's names (`max_completion_tokens` in its sampling_params) gets shortfin's answer:
+
+    {"responses": [{"prompt", "responses": [{"text"}]}]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field, RootModel, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shark_llm.engine.request import TokenEvent
+from shark_llm.server import sse
+from shark_llm.server.body import read_body
+from shark_llm.server.completions import check_num_choices
+from shark_llm.server.context import Context
+from shark_llm.server.errors import error_body
+from shark_llm.server.generation import Generation, GenerationFailed
+from shark_llm.server.logprobs import finite
+from shark_llm.server.params import (
+    MAX_LOGPROBS,
+    UNSUPPORTED,
+    SamplingFields,
+    Strict,
+    check_unsupported,
+    sampling_params,
+)
+from shark_llm.server.prompts import checked_ids, encode_text, special_stops, token_budget
+from shark_llm.server.state import ServedModel
+from shark_llm.server.text_stream import ChoiceSpec, Finish
+
+SAMPLING_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **UNSUPPORTED,
+    "num_beams": (1,),
+    "stop_regex": ([],),
+    "custom_params": ({},),
+}
+GENERATE_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "image_data": ([],),
+    "audio_data": ([],),
+    "input_embeds": ([],),
+    "logprob_start_len": (-1,),
+    "token_ids_logprob": ([],),
+    "lora_path": (),
+    "session_params": ({},),
+    "return_hidden_states": (False,),
+    "return_input_ids": (False,),
+}
+
+Ids = list[int]
+
+
+class GenerateSampling(SamplingFields):
+    """`sampling_params` of /generate; three names for the same limit, of which one may be sent."""
+
+    max_new_tokens: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=0)
+    min_new_tokens: int | None = Field(default=None, ge=0)
+    no_stop_trim: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> GenerateSampling:
+        limits = (self.max_new_tokens, self.max_completion_tokens, self.max_tokens)
+        if sum(limit is not None for limit in limits) > 1:
+            raise ValueError(
+                "send one of max_new_tokens, max_completion_tokens and max_tokens, not several"
+            )
+        return self
+
+    def token_limit(self) -> int | None:
+        for limit in (self.max_new_tokens, self.max_completion_tokens, self.max_tokens):
+            if limit is not None:
+                return limit
+        return None
+
+
+class GenerateRequest(Strict):
+    """The body of POST /generate: `text` or `input_ids`."""
+
+    text: str | list[str] | None = None
+    input_ids: Ids | list[Ids] | None = None
+    sampling_params: GenerateSampling | list[GenerateSampling] | None = None
+    rid: str | list[str] | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    return_text_in_logprobs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> GenerateRequest:
+        if (self.text is None) == (self.input_ids is None):
+            raise ValueError("text: send either text or input_ids")
+        prompts = self.prompts()
+        if not prompts:
+            raise ValueError("text: is an empty list; send at least one prompt")
+        if isinstance(self.sampling_params, list) and len(self.sampling_params) != len(prompts):
+            raise ValueError(
+                f"sampling_params: has {len(self.sampling_params)} entries "
+                f"for {len(prompts)} prompts"
+            )
+        if self.top_logprobs_num and not self.return_logprob:
+            raise ValueError("top_logprobs_num: only allowed when return_logprob is true")
+        return self
+
+    def is_single(self) -> bool:
+        """Whether one prompt was sent bare, rather than in a list."""
+        if self.input_ids is not None:
+            return not self.input_ids or isinstance(self.input_ids[0], int)
+        return isinstance(self.text, str)
+
+    def prompts(self) -> list[str | Ids]:
+        if self.input_ids is not None:
+            if not self.input_ids or isinstance(self.input_ids[0], int):
+                return [[token for token in self.input_ids if isinstance(token, int)]]
+            return [ids for ids in self.input_ids if isinstance(ids, list)]
+        return [self.text] if isinstance(self.text, str) else list(self.text or [])
+
+    def sampling(self) -> list[GenerateSampling]:
+        """One per prompt."""
+        if isinstance(self.sampling_params, list):
+            return self.sampling_params
+        return [self.sampling_params or GenerateSampling()] * len(self.prompts())
+
+
+class MetaInfo(BaseModel):
+    """About one choice. Log-probabilities are [value, token id, text or null], as in sglang."""
+
+    id: str
+    finish_reason: dict[str, Any] | None = None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    output_token_logprobs: list[tuple[float, int, str | None]] | None = None
+    output_top_logprobs: list[list[tuple[float, int, str | None]]] | None = None
+
+
+class GenerateOutput(BaseModel):
+    index: int
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+class GeneratedText(BaseModel):
+    text: str
+
+
+class PromptResponse(BaseModel):
+    prompt: str
+    responses: list[GeneratedText]
+
+
+class ShortfinResponse(BaseModel):
+    responses: list[PromptResponse]
+
+
+class GenerateResponse(RootModel[GenerateOutput | list[GenerateOutput] | ShortfinResponse]):
+    """One object, a list, or shortfin's form; see the module's docstring."""
+
+
+async def generate(context: Context, request: Request) -> Response:
+    """Continue prompts, in the form of the older servers."""
+    body = await read_body(request, GenerateRequest, max_bytes=context.settings.max_body_bytes)
+    served = context.state.model()
+    check_unsupported(body.model_extra or {}, GENERATE_UNSUPPORTED)
+    samplings = body.sampling()
+    for sampling in samplings:
+        check_unsupported(sampling.model_extra or {}, SAMPLING_UNSUPPORTED)
+    check_num_choices(
+        1, sum(sampling.n or 1 for sampling in samplings), context.settings.max_choices
+    )
+    specs = []
+    for index, (prompt, sampling) in enumerate(zip(body.prompts(), samplings, strict=True)):
+        specs += await _specs(body, served, index, prompt, sampling)
+    names = body.rid if isinstance(body.rid, list) else [body.rid] if body.rid else []
+    generation = context.begin(request, served, specs, prefix="gen", names=names)
+    answer = _Answer(body, served, generation, specs)
+    if body.stream:
+        return sse.EventStream(answer.events(), on_close=generation.close)
+    try:
+        whole = await sse.unless_disconnected(request.receive, answer.whole())
+    finally:
+        generation.close()
+    return Response(whole.model_dump_json(exclude_none=True), media_type="application/json")
+
+
+async def _specs(
+    body: GenerateRequest,
+    served: ServedModel,
+    index: int,
+    prompt: str | Ids,
+    sampling: GenerateSampling,
+) -> list[ChoiceSpec]:
+    if isinstance(prompt, str):
+        ids = await encode_text(served, prompt, add_bos=True, param="text")
+    else:
+        ids = checked_ids(served, prompt, param="input_ids")
+    param = "text" if isinstance(prompt, str) else "input_ids"
+    budget = token_budget(served, len(ids), sampling.token_limit(), param=param)
+    stop_tokens = special_stops(served, sampling)
+    return [
+        ChoiceSpec(
+            prompt_index=index,
+            prompt_ids=tuple(ids),
+            sampling=sampling_params(
+                sampling,
+                max_tokens=budget,
+                min_tokens=sampling.min_new_tokens or 0,
+                logprobs=(body.top_logprobs_num or 0) if body.return_logprob else None,
+                defaults=served.defaults,
+                vocab_size=served.vocab_size,
+                extra_stop_ids=stop_tokens,
+                choice=choice,
+            ),
+            stop=sampling.stop,
+            include_stop=bool(sampling.include_stop_str_in_output or sampling.no_stop_trim),
+            stop_tokens=stop_tokens,
+        )
+        for choice in range(sampling.n or 1)
+    ]
+
+
+class _Answer:
+    """Writes one generation in either form, or as a stream of sglang's."""
+
+    def __init__(
+        self,
+        body: GenerateRequest,
+        served: ServedModel,
+        generation: Generation,
+        specs: Sequence[ChoiceSpec],
+    ) -> None:
+        self._body = body
+        self._served = served
+        self._generation = generation
+        self._specs = specs
+
+    async def whole(self) -> BaseModel:
+        completed = await self._generation.collect()
+        if any(each.max_completion_tokens is not None for each in self._body.sampling()):
+            return self._shortfin([done.text for done in completed])
+        outputs = [
+            self._output(done.index, done.text, done.tokens, done.finish) for done in completed
+        ]
+        if self._body.is_single() and len(outputs) == 1:
+            return outputs[0]
+        return GenerateResponse(outputs)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        texts = [""] * len(self._specs)
+        tokens: list[list[TokenEvent]] = [[] for _ in self._specs]
+        try:
+            async for delta in self._generation.deltas():
+                texts[delta.index] += delta.text
+                tokens[delta.index] += delta.tokens
+                if delta.text or delta.finish is not None:
+                    output = self._output(
+                        delta.index, texts[delta.index], tokens[delta.index], delta.finish
+                    )
+                    yield sse.event(output)
+        except GenerationFailed as error:
+            yield sse.event(error_body(str(error), status=error.status, code=error.code))
+            return
+        yield sse.DONE
+
+    def _output(
+        self, index: int, text: str, tokens: Sequence[TokenEvent], finish: Finish | None
+    ) -> GenerateOutput:
+        usage = self._generation.usage_of(index)
+        meta = MetaInfo(
+            id=self._generation.engine_id(index),
+            finish_reason=None if finish is None else _finish(finish, usage.completion_tokens),
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+        )
+        if self._body.return_logprob:
+            pairs = [(token, token.logprobs) for token in tokens if token.logprobs is not None]
+            meta.output_token_logprobs = [
+                self._logprob(token.token_id, found.logprob) for token, found in pairs
+            ]
+            if self._body.top_logprobs_num:
+                meta.output_top_logprobs = [
+                    [self._logprob(token_id, value) for token_id, value in found.top]
+                    for _, found in pairs
+                ]
+        return GenerateOutput(
+            index=index, text=text, output_ids=[token.token_id for token in tokens], meta_info=meta
+        )
+
+    def _logprob(self, token_id: int, value: float) -> tuple[float, int, str | None]:
+        with_text = self._body.return_text_in_logprobs
+        text = self._served.tokenizer.token_text(token_id) if with_text else None
+        return finite(value), token_id, text
+
+    def _shortfin(self, texts: Sequence[str]) -> ShortfinResponse:
+        responses = []
+        for index, prompt in enumerate(self._body.prompts()):
+            shown = prompt if isinstance(prompt, str) else self._served.tokenizer.decode(prompt)
+            own = [
+                GeneratedText(text=text)
+                for spec, text in zip(self._specs, texts, strict=True)
+                if spec.prompt_index == index
+            ]
+            responses.append(PromptResponse(prompt=shown, responses=own))
+        return ShortfinResponse(responses=responses)
+
+
+def _finish(finish: Finish, completion_tokens: int) -> dict[str, Any]:
+    if finish.finish_reason == "length":
+        return {"type": "length", "length": completion_tokens}
+    if finish.finish_reason == "stop":
+        matched = finish.stop_token_id if finish.stop_reason is None else finish.stop_reason
+        return {"type": "stop", "matched": matched}
+    return {"type": "abort", "message": "the request was aborted"}
