@@ -43,7 +43,7 @@ NOTHING_NEW = "the engine found its memory accounting broken and starts nothing 
 
 
 class EngineCore:
-    """One step after the other. Not thread-safe: the engine thread (or a test) is the only caller."""
+    """One step after the other. Not thread-safe: one caller, the engine thread or a test."""
 
     def __init__(
         self, runner: ModelRunner, settings: EngineSettings, *, eos_token_ids: Collection[int]

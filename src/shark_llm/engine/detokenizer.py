@@ -5,7 +5,7 @@ Both run on the server's side, not on the engine thread.
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
@@ -59,7 +59,7 @@ class IncrementalDetokenizer:
         text = self._decode()
         end = len(text) - text.endswith(REPLACEMENT)
         delta = self._advance(text, end)
-        if len(self._ids) >= 2 * WINDOW:
+        if len(self._ids) >= 2 * WINDOW and self._prompt_text is None:
             self._ids = self._ids[self._window_start(self._ids) :]
             # Whatever is held back at the end lies within the window, so it is as long there.
             self._sent = len(self._decode()) - (len(text) - self._sent)
@@ -74,7 +74,8 @@ class IncrementalDetokenizer:
         if self._prompt_text is not None:
             if not text.startswith(self._prompt_text):
                 # The prompt ended inside a letter that the output completed.
-                self._sent = len(os.path.commonprefix([text, self._prompt_text]))
+                pairs = zip(text, self._prompt_text, strict=False)
+                self._sent = sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], pairs))
             elif end <= self._sent:
                 return ""
             self._prompt_text = None

@@ -127,7 +127,7 @@ def sample(logits: F32, best: int, state: SamplerState) -> Sample | None:
 
 
 def token_logprobs(logits: F32, token: int, count: int) -> TokenLogprobs:
-    """log softmax of (V,) at `token`, and the `count` best; equal ones in the order of their ids."""
+    """log softmax of (V,) at `token`, and the `count` best; equal ones in order of their ids."""
     peak = logits.max()
     log_total = float(peak) + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
     top: tuple[tuple[int, float], ...] = ()
@@ -206,7 +206,7 @@ def _draw(logits: F32, best: int, params: SamplingParams, u: float) -> int:
 
 
 def _top_k(values: F32, k: int) -> Ids:
-    """Indices of the k largest, ascending; of equal ones at the edge those with the lowest index."""
+    """Indices of the k largest, ascending; of equal ones at the edge those with lowest index."""
     if k >= len(values):
         return np.arange(len(values))
     edge = np.partition(values, len(values) - k)[len(values) - k]

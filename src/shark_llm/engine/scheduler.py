@@ -175,7 +175,7 @@ class Scheduler:
         return sum(len(state.pages) - state.num_shared_pages for state in self.running)
 
     def _schedule(self, plan: StepPlan, state: RequestState, count: int) -> int:
-        """Enter `count` positions of a request into the plan; return what they take of the budget."""
+        """Enter `count` positions of a request into the plan; return what they cost."""
         if count:
             row = ScheduledRow(state, state.computed_len, state.computed_len + count)
             # One token runs cheaper as a decode row, and may start anywhere.
