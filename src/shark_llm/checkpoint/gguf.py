@@ -116,7 +116,7 @@ class GgufCheckpoint:
             )
         hf_config = _hf_config(path, metadata, self._tensors)
         if rope_factors is not None:
-            factors = self._rows(rope_factors, 0, rope_factors.num_rows).float().flatten().numpy()
+            factors = self._rows(rope_factors, 0, rope_factors.shape[0]).float().flatten().numpy()
             hf_config["rope_scaling"] = _llama3_rope(path, hf_config, factors)
         try:
             self.config = config_from_hf(hf_config)
@@ -267,13 +267,15 @@ def _llama3_rope(
     """The llama3 parameters of which `rope_freqs.weight` holds the result, checked by recomputing.
 
     The converter writes, for each angle, the number to divide it by: 1 for short wavelengths,
-    `factor` for long ones, a blend between. The other three parameters are those of every Llama 3.1 to 3.3.
+    `factor` for long ones, a blend between. The other three parameters are those of
+    every Llama 3.1 to 3.3.
     """
     if np.all(factors == 1):
         return None
     if config["rope_scaling"] is not None:
         raise UnsupportedModelError(f"{path}: has rope_freqs.weight and rope scaling: not both")
-    factor, low, high, original = _shortest(float(factors.max())), 1.0, 4.0, 8192
+    # Rounded: a quotient of float32 numbers may miss the decimal that a config says.
+    factor, low, high, original = round(float(factors.max()), 4), 1.0, 4.0, 8192
     half = len(factors)
     theta = float(config.get("rope_theta", 10000.0))
     wavelengths = 2 * math.pi * theta ** (np.arange(half, dtype=np.float64) / half)

@@ -79,7 +79,7 @@ def read_at(path: Path, offset: int, num_bytes: int) -> torch.Tensor:
             count = os.preadv(fd, [view[done:]], offset + done)
             if count == 0:
                 raise CheckpointError(
-                    f"{path}: ends at byte {offset + done}, expected {offset + num_bytes}:"
+                    f"{path}: has {os.fstat(fd).st_size} bytes, expected {offset + num_bytes}:"
                     " it was changed while being read; download it again"
                 )
             done += count
