@@ -55,6 +55,11 @@ def archive_name(rank: int | None) -> str:
     return "model.irpa" if rank is None else f"model.rank{rank}.irpa"
 
 
+def archive_ranks(tp: int) -> tuple[int | None, ...]:
+    """The archives of a bundle in order: None is model.irpa, then each rank; at tp 1 only None."""
+    return (None,) if tp == 1 else (None, *range(tp))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Identity:
     """What an archive belongs to. `model`: the checkpoint's digest; `rank` None: shared by all."""

@@ -123,8 +123,8 @@ Block = tuple[str, int, int]
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """Blocks of this size gain nothing from more threads; on a busy machine, waiting for the slowest
-    of them made casting five times slower than one thread alone."""
+    """Blocks of this size gain nothing from more threads; on a busy machine, waiting for the
+    slowest of them made casting five times slower than one thread alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from shark_llm.artifacts.irpa import ArchiveWriter, Entry, Identity, archive_name, archive_size
+from shark_llm.artifacts.irpa import (
+    ArchiveWriter,
+    Entry,
+    Identity,
+    archive_name,
+    archive_ranks,
+    archive_size,
+)
 from shark_llm.artifacts.manifest import Placement, Replicate
 from shark_llm.errors import UsageError
 from shark_llm.model.config import ModelConfig
@@ -16,11 +23,6 @@ WEIGHT_DTYPES = ("f32", "f16", "bf16")
 # 2**-7 in each dtype: what every element of a dummy archive is. Not zero, so that a benchmark has
 # normal numbers to work on; small enough that sums over the widest model stay finite in f16.
 _DUMMY = {"f32": b"\x00\x00\x00\x3c", "f16": b"\x00\x20", "bf16": b"\x00\x3c"}
-
-
-def archive_ranks(tp: int) -> tuple[int | None, ...]:
-    """The archives of a bundle in order: None is model.irpa, then each rank; at tp 1 only None."""
-    return (None,) if tp == 1 else (None, *range(tp))
 
 
 def archive_entries(
