@@ -4,8 +4,9 @@
         server.post("/v1/completions", {"prompt": "Hello"}).json()
 
 The tokenizer is a byte-level BPE without torch: every byte is a token, `...` and ` world` are one,
-and <s> stands before every text. A script maps prompts to what the model says after them, as text or
-as ids; then it says </s>. Prompts without a script are answered with pseudo-random bytes.
+and <s> stands before every text. A script maps prompts to what the model says after them, as text
+or as ids; then it says </s>. Prompts that are not in it are answered with pseudo-random ASCII;
+without any script the logits are random, with nothing certain.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ def parts(
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
         num_pages=num_pages,
-        next_token=scripted(tokenizer, script or {}),
+        next_token=None if script is None else scripted(tokenizer, script),
         on_forward=on_forward,
         step_seconds=step_seconds,
     )

@@ -14,13 +14,16 @@ from shark_llm.server.context import Context
 from shark_llm.server.errors import RETRY_AFTER_SECONDS
 from shark_llm.server.params import Strict
 from shark_llm.server.protocol import ModelCard, ModelList
-from shark_llm.server.state import ServedModel
+from shark_llm.server.state import ServedModel, ServerState
+
+
+Status = Literal["ok", "loading", "draining", "dead", "stalled"]
 
 
 class Health(BaseModel):
     """`status` is `ok` only when a token can be made; `phase` says what is going on otherwise."""
 
-    status: Literal["ok", "loading", "draining", "dead", "stalled"]
+    status: Status
     phase: str
     percent: float | None = None
 
@@ -51,11 +54,7 @@ class AbortResponse(BaseModel):
 async def health(context: Context, request: Request) -> Response:
     """Whether a token can be made now: 200 or 503."""
     state = context.state
-    status: Literal["ok", "loading", "draining", "dead", "stalled"]
-    if state.phase == "ready":
-        status = "stalled" if state.stalled else "ok"
-    else:
-        status = state.phase
+    status = _status(state)
     body = Health(status=status, phase=state.detail, percent=state.percent)
     return Response(
         body.model_dump_json(exclude_none=True),
@@ -93,6 +92,12 @@ async def abort(context: Context, request: Request) -> Response:
     body = await read_body(request, AbortRequest, max_bytes=context.settings.max_body_bytes)
     aborted = context.state.abort(body.request_id or body.rid or "")
     return Response(AbortResponse(aborted=aborted).model_dump_json(), media_type="application/json")
+
+
+def _status(state: ServerState) -> Status:
+    if state.phase != "ready":
+        return state.phase
+    return "stalled" if state.stalled else "ok"
 
 
 def _card(served: ServedModel) -> ModelCard:
