@@ -254,6 +254,8 @@ class Scheduler:
         for state in self._admission_order():
             if budget < 1 or len(self.running) == self.settings.max_num_seqs:
                 return
+            if self._would_overtake_too_often(state):
+                return
             node = self._match(state)
             overdue = state.overtaken >= self.settings.max_overtakes
             if not overdue and self._is_being_computed(state, node.depth, in_prefill):
@@ -272,9 +274,9 @@ class Scheduler:
             state.pages = self.cache.pages(node) + self._take(needed)
             self.waiting.remove(state)
             bisect.insort(self.running, state, key=_arrival)
-            for other in self.waiting:
-                other.overtaken += other.arrival < state.arrival
             if not state.num_preemptions:
+                for other in self.waiting:
+                    other.overtaken += other.arrival < state.arrival
                 state.cached_tokens = state.computed_len
                 self.prefix_queries += state.prompt_len
                 self.prefix_hits += state.computed_len
@@ -288,6 +290,13 @@ class Scheduler:
         if self.settings.scheduling_policy == "fcfs":
             return list(self.waiting)
         return sorted(itertools.islice(self.waiting, LPM_WINDOW), key=self._longest_prefix_first)
+
+    def _would_overtake_too_often(self, state: RequestState) -> bool:
+        """An older request reached its bound, perhaps by an admission of this very step."""
+        return not state.num_preemptions and any(
+            other.overtaken >= self.settings.max_overtakes and other.arrival < state.arrival
+            for other in self.waiting
+        )
 
     def _longest_prefix_first(self, state: RequestState) -> tuple[int, int, int]:
         if state.num_preemptions or state.overtaken >= self.settings.max_overtakes:
