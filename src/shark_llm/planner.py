@@ -1,0 +1,191 @@
+"""Will it fit? Bytes per rank, KV tokens that remain and the least tp, from config.json alone.
+
+    rank's memory = reserve + weights + workspace + KV tokens * KV bytes per token
+
+weights     exactly what the rank's archives hold
+KV          2 (K and V) * layers * kv heads of the rank * head_dim * bytes of the KV dtype
+workspace   activations of one step: measured from a module if the caller has one, else estimated
+reserve     driver, code objects and fragmentation
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from shark_llm.artifacts.irpa import DTYPE_BYTES
+from shark_llm.errors import CapacityError, UsageError
+from shark_llm.model.config import ModelConfig
+from shark_llm.sharding.archives import WEIGHT_DTYPES, archive_sizes
+from shark_llm.sharding.plan import (
+    RankShape,
+    local_parameters,
+    plan_parameters,
+    plan_ranks,
+    supported_tps,
+)
+
+GIB = 1 << 30
+
+GPUS = MappingProxyType(
+    {
+        "mi250x": 64 * GIB,  # of one GCD, which is one device
+        "mi300a": 128 * GIB,
+        "mi300x": 192 * GIB,
+        "mi325x": 256 * GIB,
+        "mi355x": 288 * GIB,
+    }
+)
+"""Memory of one device in bytes, by the product's name."""
+
+RESERVE_BYTES = 2 * GIB
+MODULE_ALLOWANCE = 64 << 20
+"""Disk to keep free for model.vmfb and small files; the largest known module has 6 MB a phase."""
+
+KV_DTYPES = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """What one rank needs and has left, in bytes."""
+
+    rank: int
+    weight_bytes: int
+    workspace_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    """Tokens of KV cache that fit beside the rest; 0 when not even the rest fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpMemory:
+    """One way to split the model over devices of one size."""
+
+    tp: int
+    ranks: tuple[RankMemory, ...]
+    kv_tokens_needed: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens of the whole: every rank holds its heads of every token."""
+        return min(rank.kv_tokens for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_tokens >= self.kv_tokens_needed
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The answers for several tp, ascending."""
+
+    memory_bytes: int
+    splits: tuple[TpMemory, ...]
+
+    @property
+    def lower_bound(self) -> int | None:
+        """The least tp that fits; None: none of them does."""
+        return next((split.tp for split in self.splits if split.fits), None)
+
+
+def plan_memory(
+    config: ModelConfig,
+    *,
+    memory_bytes: int,
+    dtype: str,
+    kv_dtype: str,
+    tps: Iterable[int] | None = None,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 1,
+    prefill_tokens: int = 2048,
+    workspace_bytes: int | None = None,
+    reserve_bytes: int = RESERVE_BYTES,
+) -> MemoryPlan:
+    """Plan `config` on devices of `memory_bytes` each, for every tp of `tps` (None: all that work).
+
+    It fits when `max_num_seqs` sequences of `max_model_len` tokens (None: all positions of the
+    model) have room. `workspace_bytes` per rank replaces the estimate for steps of
+    `prefill_tokens`. Raises ShardingError for a tp that cannot be, UsageError for an unknown dtype.
+    """
+    for name, value, known in (
+        ("weight dtype", dtype, WEIGHT_DTYPES),
+        ("KV dtype", kv_dtype, KV_DTYPES),
+    ):
+        if value not in known:
+            raise UsageError(f"no such {name}: {value!r}; choose from {', '.join(known)}")
+    needed = (max_model_len or config.max_position_embeddings) * max_num_seqs
+    splits = []
+    for tp in sorted(supported_tps(config) if tps is None else tps):
+        plan = plan_parameters(config, tp)
+        ranks = []
+        for shape in plan_ranks(config, tp):
+            parameters = local_parameters(config, plan, shape.rank).values()
+            weights = sum(math.prod(p.shape) for p in parameters) * DTYPE_BYTES[dtype]
+            workspace = (
+                estimate_workspace(config, shape, tp=tp, tokens=prefill_tokens, dtype=dtype)
+                if workspace_bytes is None
+                else workspace_bytes
+            )
+            per_token = kv_bytes_per_token(config, shape, kv_dtype)
+            left = memory_bytes - reserve_bytes - weights - workspace
+            ranks.append(
+                RankMemory(
+                    rank=shape.rank,
+                    weight_bytes=weights,
+                    workspace_bytes=workspace,
+                    kv_bytes_per_token=per_token,
+                    kv_tokens=max(0, left) // per_token,
+                )
+            )
+        splits.append(TpMemory(tp=tp, ranks=tuple(ranks), kv_tokens_needed=needed))
+    return MemoryPlan(memory_bytes=memory_bytes, splits=tuple(splits))
+
+
+def kv_bytes_per_token(config: ModelConfig, shape: RankShape, kv_dtype: str) -> int:
+    """Bytes of KV cache that one token takes on the rank."""
+    per_layer = shape.num_kv_heads * config.head_dim * DTYPE_BYTES[kv_dtype]
+    return 2 * config.num_layers * per_layer
+
+
+def estimate_workspace(
+    config: ModelConfig, shape: RankShape, *, tp: int, tokens: int, dtype: str
+) -> int:
+    """Bytes that are alive at the widest moments of a step of `tokens` tokens, if nothing is fused.
+
+    Hidden states before and after the norm and every rank's partial sum; beside them the larger of
+    attention (q, k, v, output) and MLP (gate, up, product). Logits are of one token a row.
+    """
+    states = (2 + tp) * config.hidden_size
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * config.head_dim
+    mlp = 3 * shape.intermediate_size
+    return tokens * (states + max(attention, mlp)) * DTYPE_BYTES[dtype]
+
+
+def check_fits(split: TpMemory, plan: MemoryPlan, *, device: str) -> None:
+    """Raise CapacityError, with what is missing and the least tp that fits, unless `split` fits."""
+    if split.fits:
+        return
+    tightest = min(split.ranks, key=lambda rank: rank.kv_tokens)
+    bound = plan.lower_bound
+    remedy = (
+        f"the least tp that fits is {bound}"
+        if bound is not None
+        else "no tp fits: lower --max-model-len or --max-num-seqs, or use devices with more memory"
+    )
+    raise CapacityError(
+        f"tp {split.tp} does not fit {device} with {plan.memory_bytes / GIB:.0f} GiB: rank "
+        f"{tightest.rank} has {tightest.weight_bytes / GIB:.1f} GiB of weights and room for "
+        f"{tightest.kv_tokens} KV tokens, {split.kv_tokens_needed} are needed; {remedy}"
+    )
+
+
+def required_bytes(
+    config: ModelConfig, *, tp: int, dtype: str, dummy: bool = False
+) -> dict[str, int]:
+    """Bytes of every parameter archive by file name, exact to the byte; for --dry-run and the disk.
+
+    The module's size is known only after compiling: keep MODULE_ALLOWANCE free beside these.
+    """
+    return archive_sizes(config, plan_parameters(config, tp), tp=tp, dtype=dtype, dummy=dummy)
