@@ -1,0 +1,494 @@
+"""Compose entry points from traced fragments: parameters, devices, layer chunks, all-reduce.
+
+The module is written as MLIR text around the lowered fragments:
+
+    util.global       one per parameter and rank, on the rank's device, read from the archives
+    @<entry>.layers.K a chunk of layers as a private function that is never inlined. It takes the
+                      caches as buffer views and imports them with `consume`: only so are they updated
+                      in place. With several devices compile time is exponential in the layers of one
+                      function, so a chunk has few.
+    @<entry>          the public function: inputs to every rank, embed, chunks in turn, head
+
+All-reduce: every rank's partial sum goes to every rank, which adds them in rank order. Ranks stay
+concurrent, and the sum does not depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Placement
+from shark_llm.export.fragments import DTYPES, FragmentTracer, RankFragments
+from shark_llm.export.linear import LinearForm, LinearLibrary
+from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
+from shark_llm.export.trace import Fragment, FragmentLibrary, TensorType
+from shark_llm.model.config import ModelConfig
+from shark_llm.model.llama import AttentionForm
+from shark_llm.sharding.plan import LocalParameter, RankShape, local_parameters, plan_ranks
+
+PARAMETER_SCOPE = "model"
+CHUNK_LAYERS_MULTI_DEVICE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedModule:
+    """The composed module and the signatures of what it exports."""
+
+    mlir: str
+    entry_points: tuple[EntryPoint, ...]
+    caches: tuple[CacheSpec, ...]
+
+
+def export_module(
+    config: ModelConfig,
+    plan: dict[str, Placement],
+    tp: int,
+    settings: ExportSettings,
+    attention_form: AttentionForm,
+    linear_form: LinearForm,
+) -> ExportedModule:
+    """Trace, lower and compose all entry points. Reads no weights; time does not grow with depth."""
+    ranks = plan_ranks(config, tp)
+    parameters = [local_parameters(config, plan, rank.rank) for rank in ranks]
+    library = FragmentLibrary()
+    tracer = FragmentTracer(
+        library=library,
+        config=config,
+        page_size=settings.page_size,
+        dtype=settings.dtype,
+        form=attention_form,
+        tp=tp,
+    )
+    entries = entry_points(settings, config.vocab_size)
+    fragments = [[tracer.trace(entry, rank) for rank in ranks] for entry in entries]
+    lowered = library.lower()
+    caches = cache_specs(config, settings, ranks)
+    linears = LinearLibrary(form=linear_form, dtype=settings.dtype)
+    composer = _Composer(
+        config=config,
+        settings=settings,
+        ranks=ranks,
+        parameters=parameters,
+        caches=caches,
+        linears=linears,
+    )
+    functions: list[str] = []
+    for entry, of_ranks in zip(entries, fragments, strict=True):
+        functions += composer.entry_point(entry, of_ranks)
+    lines = [
+        lowered.aliases + "module @model {",
+        lowered.functions,
+        *composer.globals(),
+        *linears.functions.values(),
+        *functions,
+        "}",
+        "",
+        lowered.resources,
+    ]
+    return ExportedModule(mlir="\n".join(lines), entry_points=entries, caches=caches)
+
+
+def _device(rank: int) -> str:
+    return f"#hal.device.promise<@__device_{rank}>"
+
+
+@dataclass
+class _Value:
+    """An SSA value: its name, type and dynamic dims (SSA names of index values)."""
+
+    name: str
+    type: TensorType
+    dims: tuple[str, ...]
+
+
+@dataclass
+class _Body:
+    """The lines of one function under construction."""
+
+    lines: list[str] = field(default_factory=list)
+    _count: int = 0
+
+    def emit(self, text: str) -> None:
+        self.lines.append(f"    {text}")
+
+    def name(self, stem: str = "v") -> str:
+        self._count += 1
+        return f"%{stem}{self._count}"
+
+    def import_tensor(
+        self,
+        view: str,
+        tensor: TensorType,
+        rank: int,
+        dims: tuple[str, ...],
+        *,
+        consume: bool = False,
+    ) -> _Value:
+        name = self.name()
+        how = " consume" if consume else ""
+        shape = f"{{{', '.join(dims)}}}" if dims else ""
+        self.emit(
+            f"{name} = hal.tensor.import on({_device(rank)}){how} {view} : "
+            f"!hal.buffer_view -> {tensor.mlir()}{shape}"
+        )
+        return _Value(name, tensor, dims)
+
+    def view_dim(self, view: str, axis: int) -> str:
+        name = self.name("dim")
+        self.emit(f"{name} = hal.buffer_view.dim<{view} : !hal.buffer_view>[{axis}] : index")
+        return name
+
+    def scaled(self, size: str, factor: int) -> str:
+        return self._with_constant("muli", size, factor)
+
+    def divided(self, size: str, divisor: int) -> str:
+        return self._with_constant("divui", size, divisor)
+
+    def _with_constant(self, operation: str, size: str, constant: int) -> str:
+        operand, name = self.name("c"), self.name("size")
+        self.emit(f"{operand} = arith.constant {constant} : index")
+        self.emit(f"{name} = arith.{operation} {size}, {operand} : index")
+        return name
+
+    def export_tensor(self, value: _Value, rank: int) -> str:
+        name = self.name("view")
+        shape = f"{{{', '.join(value.dims)}}}" if value.dims else ""
+        self.emit(
+            f"{name} = hal.tensor.export on({_device(rank)}) {value.name} : "
+            f"{value.type.mlir()}{shape} -> !hal.buffer_view"
+        )
+        return name
+
+    def transfer(self, value: _Value, rank: int) -> _Value:
+        name = self.name()
+        shape = f"{{{', '.join(value.dims)}}}" if value.dims else ""
+        self.emit(
+            f"{name} = flow.tensor.transfer {value.name} : {value.type.mlir()}{shape} "
+            f"to {_device(rank)}"
+        )
+        return _Value(name, value.type, value.dims)
+
+    def load(self, symbol: str, tensor: TensorType) -> _Value:
+        name = self.name("w")
+        self.emit(f'{name} = util.global.load @"{symbol}" : {tensor.mlir()}')
+        return _Value(name, tensor, ())
+
+    def call(
+        self, fragment: Fragment, arguments: Sequence[_Value], dims: Sequence[tuple[str, ...]]
+    ) -> tuple[_Value, ...]:
+        """Call a fragment; `dims` are the dynamic sizes of each result."""
+        assert len(arguments) == len(fragment.arguments), fragment.name
+        results = [self.name() for _ in fragment.results]
+        self.emit(
+            f"{', '.join(results)} = func.call @{fragment.name}"
+            f"({', '.join(a.name for a in arguments)}) : "
+            f"({', '.join(a.mlir() for a in fragment.arguments)}) -> "
+            f"({', '.join(r.mlir() for r in fragment.results)})"
+        )
+        return tuple(
+            _Value(name, tensor, d)
+            for name, tensor, d in zip(results, fragment.results, dims, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Composer:
+    config: ModelConfig
+    settings: ExportSettings
+    ranks: tuple[RankShape, ...]
+    parameters: list[dict[str, LocalParameter]]
+    caches: tuple[CacheSpec, ...]
+    linears: LinearLibrary
+
+    @property
+    def tp(self) -> int:
+        return len(self.ranks)
+
+    def globals(self) -> Iterator[str]:
+        """One global for each parameter on each rank, with the rank's device as affinity."""
+        for rank, parameters in enumerate(self.parameters):
+            for name, parameter in parameters.items():
+                dims = "".join(f"{d}x" for d in parameter.shape)
+                yield (
+                    f'  util.global private @"{_symbol(name, rank)}" '
+                    f"{{stream.affinity = {_device(rank)}}} = "
+                    f'#flow.parameter.named<"{PARAMETER_SCOPE}"::"{parameter.key}"> : '
+                    f"tensor<{dims}{self.settings.dtype}>"
+                )
+
+    def entry_point(self, entry: EntryPoint, fragments: list[RankFragments]) -> list[str]:
+        """The chunks of layers, then the public function."""
+        layers = self.config.num_layers
+        size = layers if self.tp == 1 else CHUNK_LAYERS_MULTI_DEVICE
+        chunks = [range(start, min(start + size, layers)) for start in range(0, layers, size)]
+        lines: list[str] = []
+        for chunk in chunks:
+            lines += self._chunk(entry, fragments, chunk)
+        return lines + self._public(entry, fragments, chunks)
+
+    def _chunk(self, entry: EntryPoint, fragments: list[RankFragments], chunk: range) -> list[str]:
+        """A chunk takes, rank by rank, hidden states, the step and the page table as tensors, then the
+        caches of its layers as buffer views; it returns hidden states and caches likewise."""
+        body = _Body()
+        parameters: list[str] = []
+        hidden: list[_Value] = []
+        context: list[tuple[_Value, ...]] = []  # per rank: the five tensors of Step, page table
+        dims = _ChunkDims(body)
+        for rank, of_rank in enumerate(fragments):
+            values = []
+            types = (of_rank.norm.arguments[0], *of_rank.attend.arguments[3:9])
+            for i, tensor in enumerate(types):
+                name = f"%r{rank}_{i}"
+                parameters.append(f"{name}: {tensor.mlir()}")
+                values.append(_Value(name, tensor, dims.of(tensor, name)))
+            hidden.append(values[0])
+            context.append(tuple(values[1:]))
+        views: dict[tuple[int, int, str], str] = {}
+        for rank in range(self.tp):
+            for layer in chunk:
+                for kind in ("k", "v"):
+                    name = f"%{kind}_{rank}_{layer}"
+                    parameters.append(f"{name}: !hal.buffer_view")
+                    views[rank, layer, kind] = name
+        pool = body.view_dim(next(iter(views.values())), 0)
+        for layer in chunk:
+            partials = []
+            for rank, of_rank in enumerate(fragments):
+                x = self._norm(body, of_rank, hidden[rank], f"blk.{layer}.attn_norm", rank)
+                q, k, v = (
+                    self._linear(body, x, f"blk.{layer}.attn_{name}", rank) for name in "qkv"
+                )
+                cache = of_rank.attend.arguments[-1]
+                caches = [
+                    body.import_tensor(views[rank, layer, kind], cache, rank, (pool,), consume=True)
+                    for kind in ("k", "v")
+                ]
+                mixed, *caches = body.call(
+                    of_rank.attend,
+                    (q, k, v, *context[rank], *caches),
+                    (hidden[rank].dims, (pool,), (pool,)),
+                )
+                partials.append(self._linear(body, mixed, f"blk.{layer}.attn_output", rank))
+                for kind, value in zip(("k", "v"), caches, strict=True):
+                    views[rank, layer, kind] = body.export_tensor(value, rank)
+            hidden = self._add(body, fragments, hidden, partials)
+            partials = []
+            for rank, of_rank in enumerate(fragments):
+                x = self._norm(body, of_rank, hidden[rank], f"blk.{layer}.ffn_norm", rank)
+                g = self._linear(body, x, f"blk.{layer}.ffn_gate", rank)
+                u = self._linear(body, x, f"blk.{layer}.ffn_up", rank)
+                (m,) = body.call(of_rank.gate, (g, u), (x.dims,))
+                partials.append(self._linear(body, m, f"blk.{layer}.ffn_down", rank))
+            hidden = self._add(body, fragments, hidden, partials)
+        results = [h.name for h in hidden] + list(views.values())
+        types_out = [h.type.mlir() for h in hidden] + ["!hal.buffer_view"] * len(views)
+        return [
+            f"  util.func private @{_chunk_name(entry, chunk)}({', '.join(parameters)}) -> "
+            f"({', '.join(types_out)}) attributes {{inlining_policy = #util.inline.never}} {{",
+            *body.lines,
+            f"    util.return {', '.join(results)} : {', '.join(types_out)}",
+            "  }",
+        ]
+
+    def _load(self, body: _Body, name: str, rank: int) -> _Value:
+        parameter = self.parameters[rank][name]
+        tensor = TensorType(shape=parameter.shape, dtype=DTYPES[self.settings.dtype])
+        return body.load(_symbol(name, rank), tensor)
+
+    def _norm(
+        self, body: _Body, fragments: RankFragments, x: _Value, name: str, rank: int
+    ) -> _Value:
+        weight = self._load(body, f"{name}.weight", rank)
+        return body.call(fragments.norm, (x, weight), (x.dims,))[0]
+
+    def _linear(self, body: _Body, x: _Value, name: str, rank: int) -> _Value:
+        """x times the weight `name` of this rank, plus its bias where the rank has one."""
+        operands = [x, self._load(body, f"{name}.weight", rank)]
+        has_bias = f"{name}.bias" in self.parameters[rank]
+        if has_bias:
+            operands.append(self._load(body, f"{name}.bias", rank))
+        rows, k = x.type.shape
+        n = operands[1].type.shape[0]
+        assert isinstance(k, int)
+        assert isinstance(n, int)
+        function = self.linears.function(
+            rows if isinstance(rows, int) else None, k, n, bias=has_bias
+        )
+        result = TensorType(shape=(rows, n), dtype=x.type.dtype)
+        fragment = Fragment(
+            name=function, arguments=tuple(o.type for o in operands), results=(result,)
+        )
+        return body.call(fragment, operands, (x.dims,))[0]
+
+    def _gather(self, body: _Body, partials: Sequence[_Value]) -> list[tuple[_Value, ...]]:
+        """Every rank's value on every rank: [rank][source]."""
+        return [
+            tuple(
+                partial if source == rank else body.transfer(partial, rank)
+                for source, partial in enumerate(partials)
+            )
+            for rank in range(self.tp)
+        ]
+
+    def _add(
+        self,
+        body: _Body,
+        fragments: list[RankFragments],
+        hidden: list[_Value],
+        partials: Sequence[_Value],
+    ) -> list[_Value]:
+        everywhere = self._gather(body, partials)
+        return [
+            body.call(of_rank.add, (own, *everywhere[rank]), (own.dims,))[0]
+            for rank, (own, of_rank) in enumerate(zip(hidden, fragments, strict=True))
+        ]
+
+    def _public(
+        self, entry: EntryPoint, fragments: list[RankFragments], chunks: list[range]
+    ) -> list[str]:
+        body = _Body()
+        inputs = [f"%{spec.name}" for spec in entry.inputs]
+        views = {spec.name: f"%cache{i}" for i, spec in enumerate(self.caches)}
+        parameters = [f"{name}: !hal.buffer_view" for name in (*inputs, *views.values())]
+        page = self.settings.page_size
+        table_pages = body.view_dim("%page_table", 1)
+        keys = body.scaled(table_pages, page)
+        seq: tuple[str, ...] = ()
+        seq_pages: tuple[str, ...] = ()
+        rows: tuple[str, ...] = ()
+        if entry.phase == "prefill":
+            seq = (body.view_dim("%tokens", 1),)
+            seq_pages = (body.divided(seq[0], page),)
+            rows = (body.scaled(seq[0], entry.batch_size),)
+        on_host = [
+            body.import_tensor(view, tensor, 0, dims)
+            for view, tensor, dims in zip(
+                inputs, fragments[0].prepare.arguments, (seq, (), (), (table_pages,)), strict=True
+            )
+        ]
+        hidden: list[_Value] = []
+        context: list[tuple[_Value, ...]] = []
+        lengths: list[tuple[_Value, _Value]] = []
+        for rank, of_rank in enumerate(fragments):
+            local = [v if rank == 0 else body.transfer(v, rank) for v in on_host]
+            step = body.call(of_rank.prepare, local, (seq, seq, (*seq, keys), seq_pages, ()))
+            first = body.name("first_row")
+            body.emit(
+                f"{first} = arith.constant dense<{self.ranks[rank].vocab.start}> : tensor<i64>"
+            )
+            table = self._load(body, "token_embd.weight", rank)
+            scalar = of_rank.embed.arguments[1]
+            hidden += body.call(
+                of_rank.embed, (local[0], _Value(first, scalar, ()), table), (rows,)
+            )
+            context.append((*step, local[3]))
+            lengths.append((local[1], local[2]))
+        if self.tp > 1:
+            everywhere = self._gather(body, hidden)
+            hidden = [
+                body.call(of_rank.total, everywhere[rank], (rows,))[0]
+                for rank, of_rank in enumerate(fragments)
+            ]
+        for chunk in chunks:
+            hidden = self._call_chunk(body, entry, chunk, hidden, context, views)
+        logits = self._logits(body, entry, fragments, hidden, lengths)
+        results = [body.export_tensor(logits, 0), *views.values()]
+        types = ", ".join(["!hal.buffer_view"] * len(results))
+        return [
+            f"  util.func public @{entry.name}({', '.join(parameters)}) -> ({types}) {{",
+            *body.lines,
+            f"    util.return {', '.join(results)} : {types}",
+            "  }",
+        ]
+
+    def _call_chunk(
+        self,
+        body: _Body,
+        entry: EntryPoint,
+        chunk: range,
+        hidden: list[_Value],
+        context: list[tuple[_Value, ...]],
+        views: dict[str, str],
+    ) -> list[_Value]:
+        """Call one chunk; `views` is updated to the caches it returns."""
+        tensors = [
+            value for own, of_rank in zip(hidden, context, strict=True) for value in (own, *of_rank)
+        ]
+        names = [
+            f"rank{rank}.blk.{layer}.{kind}_cache"
+            for rank in range(self.tp)
+            for layer in chunk
+            for kind in ("k", "v")
+        ]
+        types = [v.type.mlir() for v in tensors] + ["!hal.buffer_view"] * len(names)
+        results = [body.name() for _ in (*hidden, *names)]
+        result_types = [h.type.mlir() for h in hidden] + ["!hal.buffer_view"] * len(names)
+        arguments = [v.name for v in tensors] + [views[name] for name in names]
+        body.emit(
+            f"{', '.join(results)} = util.call @{_chunk_name(entry, chunk)}"
+            f"({', '.join(arguments)}) : ({', '.join(types)}) -> ({', '.join(result_types)})"
+        )
+        views.update(zip(names, results[self.tp :], strict=True))
+        return [
+            _Value(name, own.type, own.dims) for name, own in zip(results, hidden, strict=False)
+        ]
+
+    def _logits(
+        self,
+        body: _Body,
+        entry: EntryPoint,
+        fragments: list[RankFragments],
+        hidden: list[_Value],
+        lengths: list[tuple[_Value, _Value]],
+    ) -> _Value:
+        """Every rank's vocabulary rows, side by side on rank 0."""
+        output = "token_embd" if self.config.tie_word_embeddings else "output"
+        parts = []
+        for rank, of_rank in enumerate(fragments):
+            # Norm first, on all rows: it has the fragment's shape; the rows that count are few.
+            x = self._norm(body, of_rank, hidden[rank], "output_norm", rank)
+            (last,) = body.call(of_rank.last_rows, (x, *lengths[rank]), ((),))
+            part = self._linear(body, last, output, rank)
+            parts.append(part if rank == 0 else body.transfer(part, 0))
+        if len(parts) == 1:
+            return parts[0]
+        whole = TensorType(
+            shape=(entry.batch_size, self.config.vocab_size), dtype=parts[0].type.dtype
+        )
+        name = body.name("logits")
+        body.emit(
+            f"{name} = tensor.concat dim(1) {', '.join(p.name for p in parts)} : "
+            f"({', '.join(p.type.mlir() for p in parts)}) -> {whole.mlir()}"
+        )
+        return _Value(name, whole, ())
+
+
+class _ChunkDims:
+    """The dynamic sizes of a chunk's tensor arguments, read from the first argument that has them."""
+
+    def __init__(self, body: _Body) -> None:
+        self._body = body
+        self._known: dict[object, str] = {}
+
+    def of(self, tensor: TensorType, name: str) -> tuple[str, ...]:
+        dims = []
+        for axis, dim in enumerate(tensor.shape):
+            if isinstance(dim, int):
+                continue
+            if dim not in self._known:
+                index = self._body.name("axis")
+                size = self._body.name("dim")
+                self._body.emit(f"{index} = arith.constant {axis} : index")
+                self._body.emit(f"{size} = tensor.dim {name}, {index} : {tensor.mlir()}")
+                self._known[dim] = size
+            dims.append(self._known[dim])
+        return tuple(dims)
+
+
+def _symbol(name: str, rank: int) -> str:
+    return f"{name}.rank{rank}"
+
+
+def _chunk_name(entry: EntryPoint, chunk: range) -> str:
+    return f"{entry.name}.layers.{chunk.start}"

@@ -1,0 +1,191 @@
+"""Llama as fragments of ONE rank: prepare, embed, norm, attend, gate, last_rows. Matrix products with
+weights stand between them.
+
+Every function takes plain tensors and knows only its own local shapes. A transformer block is
+
+    x = norm(hidden);  q, k, v = linear(x) three times;  a = attend(q, k, v);   hidden += linear(a)
+    x = norm(hidden);  g, u    = linear(x) twice;        m = gate(g, u);        hidden += linear(m)
+
+where `linear` is written by whoever composes the block: torch in `eager.py`, packed matrix products
+in `export/linear.py`. What several ranks compute in parts (the products that end each half of the
+block, and `embed`) is added up by `add_partials`, in rank order.
+
+Hidden states, norms, rotation and softmax are f32, whatever the weights' dtype.
+
+Legend: N batch rows, S tokens of a row in this step, M = N * S, T pages of a row's table, L page size,
+H hidden size, A local query heads, K local kv heads, G = A / K, D head_dim, F = D / 2, I local MLP
+columns, V local vocabulary rows, P pages of the pool.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from shark_llm.model.config import ModelConfig
+from shark_llm.model.kv_cache import read_pages, write_pages, write_token
+from shark_llm.model.rope import attention_scaling, cos_sin, rotate, turn_fractions
+
+Phase = Literal["prefill", "decode"]
+AttentionForm = Literal["matmul", "fused"]
+
+
+class Step(NamedTuple):
+    """What `prepare` computes once per step and rank, for all layers."""
+
+    cos: torch.Tensor  # (N, S, F) f32
+    sin: torch.Tensor  # (N, S, F) f32
+    mask: torch.Tensor  # (N, S, T*L) bool: query may see key
+    write_pages: torch.Tensor  # prefill (N, S/L), decode (N, 1) i64
+    write_offsets: torch.Tensor  # (N) i64, place in the page (used by decode)
+
+
+def prepare(
+    config: ModelConfig,
+    page_size: int,
+    tokens: torch.Tensor,
+    start_positions: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+) -> Step:
+    """Angles, mask and places to write.
+
+    tokens (N, S), start_positions (N), seq_lens (N), page_table (N, T), all i64. Tokens at or beyond a
+    row's seq_len are padding: pages that hold nothing else are redirected to page 0, the scratch page.
+    """
+    s = tokens.shape[1]
+    t = page_table.shape[1]
+    positions = start_positions[:, None] + torch.arange(s)  # (N, S)
+    cos, sin = cos_sin(
+        positions, turn_fractions(config.rope, config.head_dim), attention_scaling(config.rope)
+    )
+    key_positions = torch.arange(t * page_size)  # (T*L)
+    visible = torch.minimum(positions + 1, seq_lens[:, None])  # (N, S): keys 0 .. visible-1
+    # A padding query sees what the last real one sees: finite numbers that nobody reads.
+    mask = key_positions < visible[..., None]  # (N, S, T*L)
+    first = positions.view(positions.shape[0], -1, page_size)[:, :, 0] if s > 1 else positions
+    index = torch.div(first, page_size, rounding_mode="floor")  # (N, S/L) or (N, 1)
+    held = torch.gather(page_table, 1, torch.clamp(index, max=t - 1))
+    pages = torch.where(first < seq_lens[:, None], held, 0)
+    return Step(cos, sin, mask, pages, torch.remainder(start_positions, page_size))
+
+
+def embed(tokens: torch.Tensor, first_row: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """This rank's share of the embeddings: tokens (N, S), table (V, H) -> (M, H) f32.
+
+    `first_row` (i64 scalar tensor) is the token id of the table's first row; ids of other ranks give
+    zeros, so the sum over ranks is the lookup in the whole table.
+    """
+    local = tokens.reshape(-1) - first_row  # (M)
+    own = torch.logical_and(local >= 0, local < table.shape[0])
+    rows = torch.nn.functional.embedding(torch.where(own, local, 0), table)
+    return torch.where(own[:, None], rows.to(torch.float32), 0.0)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square norm: x (M, H) f32, weight (H) -> (M, H) f32. Source: LlamaRMSNorm."""
+    variance = (x * x).mean(-1, keepdim=True)
+    return x * torch.rsqrt(variance + eps) * weight.to(torch.float32)
+
+
+def attend(
+    config: ModelConfig,
+    page_size: int,
+    phase: Phase,
+    form: AttentionForm,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    step: Step,
+    page_table: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rotate, write to the cache, attend to all that the row's pages hold.
+
+    q (M, A*D), k and v (M, K*D), all f32 -> (M, A*D) f32 and both caches.
+    """
+    n, d = page_table.shape[0], config.head_dim
+    q = q.view(n, -1, q.shape[1] // d, d)  # (N, S, A, D)
+    k = k.view(n, -1, k.shape[1] // d, d)  # (N, S, K, D)
+    v = v.view(n, -1, v.shape[1] // d, d)
+    cos, sin = step.cos[:, :, None, :], step.sin[:, :, None, :]
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if phase == "prefill":
+        k_cache = write_pages(k_cache, step.write_pages, k, page_size)
+        v_cache = write_pages(v_cache, step.write_pages, v, page_size)
+    else:
+        place = (step.write_pages[:, 0], step.write_offsets)
+        k_cache = write_token(k_cache, *place, k[:, 0], page_size)
+        v_cache = write_token(v_cache, *place, v[:, 0], page_size)
+    keys = read_pages(k_cache, page_table, k.shape[2], page_size)  # (N, T, K, L, D)
+    values = read_pages(v_cache, page_table, k.shape[2], page_size)
+    attend_to = _attend_matmul if form == "matmul" else _attend_fused
+    mixed = attend_to(q * d**-0.5, keys, values, step.mask)  # (M, A*D)
+    return mixed, k_cache, v_cache
+
+
+def _attend_matmul(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """softmax(q k^T) v as plain operations.
+
+    q (N, S, A, D) f32, keys and values (N, T, K, L, D), mask (N, S, T*L) -> (M, A*D) f32.
+    """
+    n, s, a, d = q.shape
+    _, t, k, page, _ = keys.shape
+    g = a // k
+    q = q.view(n, s, k, g, d).permute(0, 2, 1, 3, 4).reshape(n * k, s * g, d)  # (N*K, S*G, D)
+    keys = keys.transpose(1, 2).reshape(n * k, t * page, d)  # (N*K, T*L, D)
+    values = values.transpose(1, 2)  # (N, K, T, L, D)
+    # Transpose before widening: so the compiler folds the widening into the product.
+    scores = torch.bmm(q, keys.transpose(1, 2).to(torch.float32)).view(n, k, s, g, t * page)
+    scores = torch.where(mask[:, None, :, None, :], scores, float("-inf"))
+    peak = scores.amax(-1, keepdim=True)
+    weights = (scores - peak).exp()  # every query sees at least one key: peak is finite
+    total = weights.sum(-1, keepdim=True)
+    # Whatever lies in slots nobody wrote (NaN included) must not reach the sum: 0 * NaN is NaN.
+    seen = mask.any(1).view(n, 1, t, page, 1)
+    values = torch.where(seen, values, 0).reshape(n * k, t * page, d)
+    mixed = torch.bmm(weights.view(n * k, s * g, t * page), values.to(torch.float32))
+    mixed = mixed.view(n, k, s, g, d) / total
+    return mixed.permute(0, 2, 1, 3, 4).reshape(n * s, a * d)
+
+
+def _attend_fused(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """The same through scaled_dot_product_attention, which GPU targets have a tuned kernel for."""
+    n, s, a, d = q.shape
+    _, t, k, page, _ = keys.shape
+    seen = mask.any(1).view(n, 1, t, page, 1)
+    keys = torch.where(seen, keys.transpose(1, 2), 0).reshape(n, k, t * page, d)
+    values = torch.where(seen, values.transpose(1, 2), 0).reshape(n, k, t * page, d)
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2).to(keys.dtype), keys, values, mask[:, None], scale=1.0, enable_gqa=True
+    )  # (N, A, S, D)
+    return mixed.transpose(1, 2).reshape(n * s, a * d).to(torch.float32)
+
+
+def gate(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """silu(g) * u: all (M, I) f32. Source: LlamaMLP."""
+    return torch.nn.functional.silu(g) * u
+
+
+def last_rows(
+    hidden: torch.Tensor, start_positions: torch.Tensor, seq_lens: torch.Tensor
+) -> torch.Tensor:
+    """The hidden states of each row's last valid token: (M, H), (N), (N) -> (N, H) f32."""
+    n = seq_lens.shape[0]
+    s = hidden.shape[0] // n
+    last = torch.clamp(seq_lens - start_positions - 1, 0, s - 1)  # (N)
+    return hidden.index_select(0, torch.arange(n) * s + last)
+
+
+def add_partials(hidden: torch.Tensor, *partials: torch.Tensor) -> torch.Tensor:
+    """The residual stream plus what every rank contributes, added in rank order: the sum is the same
+    whoever finishes first. All (M, H) f32."""
+    for partial in partials:
+        hidden = hidden + partial
+    return hidden
