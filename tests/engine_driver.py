@@ -98,13 +98,20 @@ class Driver:
         """Submit under the id "r<n>", n counting from 0."""
         answer = Answer()
         self.core.add(make_request(f"r{self.num_added}", prompt, answer, **sampling))
+        self.core.flush()
         self.num_added += 1
         return answer
+
+    def abort(self, number: int) -> None:
+        """Abort the request that was added as the `number`-th."""
+        self.core.abort(f"r{number}")
+        self.core.flush()
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             if self.core.has_requests:
                 self.core.step()
+                self.core.flush()
             assert self.core.check_integrity() == []
 
     def run(self, most_steps: int = 5000) -> None:

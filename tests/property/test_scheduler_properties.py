@@ -125,7 +125,7 @@ def test_aborts_leak_nothing(work: list[Arrival], num_pages: int, chosen: dict[s
     def step() -> None:
         nonlocal now
         for i in aborts.pop(now, []):
-            driver.core.abort(f"r{i}")
+            driver.abort(i)
         driver.step()
         now += 1
 

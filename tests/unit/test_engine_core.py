@@ -348,12 +348,12 @@ def test_fifty_aborts_at_every_step() -> None:
         answers = [driver.add(numbers(8 * i, 9 + i % 7), max_tokens=20) for i in range(50)]
         driver.step(step)
         for i, answer in enumerate(answers):
-            driver.core.abort(f"r{i + 1}")
+            driver.abort(i + 1)
             if answer.done:
                 assert answer.finish.finish_reason in ("abort", "length")
         assert all(answer.done for answer in answers)
         assert driver.core.check_integrity() == []
-        driver.core.abort("r1")  # long gone
+        driver.abort(1)  # long gone
         driver.run()
         assert keep.tokens == driver.runner.greedy(numbers(0, 10), 30)
         stats = driver.core.stats()
@@ -399,7 +399,7 @@ def test_timings() -> None:
     driver = Driver(make_runner(), max_num_seqs=1)
     driver.ask(numbers(0, 5))
     aborted = driver.add(numbers(0, 5))
-    driver.core.abort("r1")
+    driver.abort(1)
     timings = aborted.finish.timings
     assert timings is not None
     assert timings.admitted is timings.first_token is None

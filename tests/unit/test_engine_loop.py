@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +14,7 @@ import pytest
 from engine_driver import Answer, make_request
 from fake_runner import FakeRunner
 from shark_llm.engine.loop import Engine
-from shark_llm.engine.request import Event, Request, SamplingParams
+from shark_llm.engine.request import Event, FinishEvent, Request, SamplingParams
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.errors import RequestError
 from shark_llm.runtime.runner import Phase, Row
@@ -331,3 +333,61 @@ def test_sink_may_submit_and_abort(engines: Any) -> None:
     )
     wait_for(lambda: second.done)
     assert second.tokens == runner.greedy([4, 5], 8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_exactly_one_terminal_event_whatever_fails(engines: Any, seed: int) -> None:
+    """Faults of the device, NaN, aborts and raising sinks at once; no request hangs, no page is
+    lost, and the text of those that end by themselves is right."""
+    rng = random.Random(seed)
+
+    def fault(index: int, phase: Phase, rows: Sequence[Row]) -> None:
+        if index % 13 == seed:
+            raise RuntimeError("injected")
+
+    engine, runner = engines(
+        max_num_seqs=6,
+        max_num_batched_tokens=40,
+        scheduling_policy=rng.choice(["fcfs", "lpm"]),
+        runner={
+            "on_forward": fault,
+            "nan": lambda row: 99 in row.tokens,
+            "num_pages": 30,
+            "page_size": 4,
+        },
+    )
+    asked: list[tuple[list[int], Answer, Request]] = []
+    for i in range(120):
+        length = rng.randrange(1, 40)
+        prompt = numbers(0, length) if rng.random() < 0.5 else numbers(rng.randrange(200), length)
+        answer = Answer()
+        request = make_request(f"r{i}", prompt, answer, max_tokens=rng.randrange(1, 30))
+        if rng.random() < 0.1:
+            request = dataclasses.replace(request, sink=_raising(answer))
+        engine.submit(request)
+        asked.append((prompt, answer, request))
+        if rng.random() < 0.3:
+            engine.abort(f"r{rng.randrange(i + 1)}")
+        if rng.random() < 0.2:
+            time.sleep(0.002)
+    assert engine.drain(PATIENCE)
+    for prompt, answer, request in asked:
+        if isinstance(answer.terminal, FinishEvent):
+            assert answer.tokens == runner.greedy(prompt, len(answer.tokens))
+            if answer.finish.finish_reason == "length":
+                assert len(answer.tokens) == request.sampling.max_tokens
+    wait_for(lambda: engine.stats().running == 0)
+    stats = engine.stats()
+    assert engine.healthy
+    assert sum(stats.requests_finished.values()) == 120
+    assert len(stats.requests_finished) == 3
+    assert stats.pages_held == 0
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def _raising(answer: Answer) -> Callable[[Event], None]:
+    def sink(event: Event) -> None:
+        answer.events.append(event)
+        raise RuntimeError("reader is gone")
+
+    return sink

@@ -4,6 +4,9 @@
                 ^                                                  |
                 +------------- computed, finish <------------------+
 
+Events are sent right before the device is started again: the receivers' work, and the contest for
+the interpreter that it brings, then runs beside the device and not between two of its runs.
+
 A fault stays as small as it can: a forward that raises ends the requests of its rows, logits that
 are not finite end their own request, a sink that raises ends the request it belongs to. After
 `max_consecutive_failures` forwards in a row that raised, the device is taken for dead.
@@ -64,6 +67,9 @@ class EngineCore:
         self.breach: str | None = None
         """One line: page ownership is broken. What runs goes on, nothing new starts."""
         self._states: dict[str, RequestState] = {}
+        self._outbox: list[tuple[RequestState, Event]] = []
+        self._deaf: set[RequestState] = set()
+        """Requests whose sink raised. They end with the next step: this one is planned already."""
         self._num_accepted = 0
         self._finished: Counter[str] = Counter()
         self._failures_in_a_row = 0
@@ -121,11 +127,19 @@ class EngineCore:
         states, self._states = self._states, {}
         self.scheduler = self._new_scheduler()
         for state in states.values():
-            self._send_last(state, "error", ErrorEvent(message=ENGINE_DEAD, code="engine_dead"))
+            self._finished["error"] += 1
+            self._send(state, ErrorEvent(message=ENGINE_DEAD, code="engine_dead"))
 
     def step(self) -> None:
         """Run one step: every running request that has a row gets it computed, or an error."""
         began = time.perf_counter()
+        for state in self._deaf:
+            if self._states.get(state.request.request_id) is state:
+                self._fail(state, "the receiver of this request's tokens failed", "sink_failed")
+        self._deaf.clear()
+        if not self.has_requests:
+            self.flush()
+            return
         plan = self.scheduler.plan()
         if plan.admitted:
             now = time.monotonic()
@@ -140,7 +154,22 @@ class EngineCore:
             self._forward("prefill", group)
         self._steps += 1
         self._check_ownership()
+        if not self.has_requests:
+            self.flush()  # no device run follows to send beside
         self._step_seconds += time.perf_counter() - began
+
+    def flush(self) -> None:
+        """Send the events that wait."""
+        outbox, self._outbox = self._outbox, []
+        for state, event in outbox:
+            if state in self._deaf and not event.is_terminal:
+                continue
+            try:
+                state.request.sink(event)
+            except Exception:
+                logger.exception("the sink of request %s raised", state.request.request_id)
+                if not event.is_terminal:
+                    self._deaf.add(state)
 
     def check_integrity(self) -> list[str]:
         """Every breach of page ownership, one line each."""
@@ -190,6 +219,7 @@ class EngineCore:
             for row in group
         ]
         self._batches[phase][len(rows)] += 1
+        self.flush()
         began = time.perf_counter()
         try:
             logits = self.runner.forward(phase, rows)
@@ -285,29 +315,14 @@ class EngineCore:
 
     def _end(self, state: RequestState, outcome: str, event: Event) -> None:
         """The one place where a request leaves: its terminal event is the last it sends."""
-        if self._states.pop(state.request.request_id, None) is None:
-            return  # its sink raised while an event before this one was sent
         # What a failed forward left in the pages is unknown, so nobody may match it.
         self.scheduler.finish(state, reusable=outcome != "error")
-        self._send_last(state, outcome, event)
-
-    def _send_last(self, state: RequestState, outcome: str, event: Event) -> None:
+        del self._states[state.request.request_id]
         self._finished[outcome] += 1
-        try:
-            state.request.sink(event)
-        except Exception:
-            logger.exception(
-                "the sink of request %s raised on its last event", state.request.request_id
-            )
+        self._send(state, event)
 
     def _send(self, state: RequestState, event: Event) -> None:
-        if state.request.request_id not in self._states:
-            return
-        try:
-            state.request.sink(event)
-        except Exception:
-            logger.exception("the sink of request %s raised", state.request.request_id)
-            self._fail(state, "the receiver of this request's tokens failed", "sink_failed")
+        self._outbox.append((state, event))
 
     def _check_ownership(self) -> None:
         """Count the pages at every step, and look at each of them now and then."""

@@ -177,6 +177,8 @@ class Engine:
             while self._take_in():
                 if core.has_requests:
                     core.step()
+                else:
+                    core.flush()
                 self._publish()
                 if core.failure is not None:
                     return
@@ -223,5 +225,6 @@ class Engine:
             core.fail_all(core.failure)
         else:
             core.abort_all()
+        core.flush()
         self._publish()
         self._runner.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ Ids = npt.NDArray[np.intp]
 
 GREEDY_BELOW = 1e-20
 """Temperatures under this are the limit, greedy: dividing by them would leave the range of f32."""
+HEAD = 20.0
+"""Tokens that are exp(-HEAD) = 2e-9 times as likely as the best, or less, are hardly ever drawn."""
 FIRST_PIVOT = np.float32(1e-3)
 SUM_BLOCK = 256
 _MASK64 = (1 << 64) - 1
@@ -183,54 +185,88 @@ def _edit(logits: F32, state: SamplerState) -> F32:
 
 
 def _draw(logits: F32, best: int, params: SamplingParams, u: float) -> int:
-    """Temperature, top_k, top_p, min_p, then the token at `u` of the distribution function."""
-    z = logits - logits[best]  # (V,) <= 0; the best stays at 0 whatever the temperature
-    if params.temperature != 1.0:
-        z /= np.float32(params.temperature)
-    ids: Ids | None = None  # None = the whole vocabulary
-    if params.top_k is not None and params.top_k < len(z):
-        ids = _top_k(z, params.top_k)
-        z = z[ids]
-    if params.min_p > 0 and params.top_p >= 1:  # needs no sum, so do it before the exponentials
-        ids, z = _keep_min_p(ids, z, params.min_p)
-    weights = np.exp(z)
+    """Temperature, top_k, top_p, min_p, then the token at `u` of the distribution function.
+
+    Exponentials and sums over a whole vocabulary would cost more than all else. So only the head
+    is looked at, tokens within `HEAD` of the best; what the rest could weigh at most is known from
+    their number, and mostly it could not change the choice. When it could (about one draw in a
+    hundred), the rest is computed too: the result is that of head and rest, in this order.
+    """
+    temperature = np.float32(params.temperature)
+    unseen = 0.0
+    if params.top_k is not None and params.top_k < len(logits):
+        head = _top_k(logits, params.top_k)
+    elif params.min_p > 0 and params.top_p >= 1:  # the rest is dropped without knowing its sum
+        head = _within(logits, best, -np.log(params.min_p) * temperature)
+    else:
+        head = _within(logits, best, HEAD * temperature)
+        unseen = (len(logits) - len(head)) * float(np.exp(-HEAD))
+    weights = np.exp((logits[head] - logits[best]) / temperature)
+    index = _choose(weights, params, u, unseen)
+    if index is None:
+        rest = np.delete(np.arange(len(logits)), head)
+        with np.errstate(over="ignore"):  # to -inf, whose weight is 0
+            rest_weights = np.exp((logits[rest] - logits[best]) / temperature)
+        head = np.concatenate([head, rest])
+        index = _choose(np.concatenate([weights, rest_weights]), params, u, 0.0)
+    assert index is not None
+    return int(head[index])
+
+
+def _within(logits: F32, best: int, distance: float | np.floating[Any]) -> Ids:
+    """Tokens whose logit is at most `distance` below the best, ascending."""
+    return np.flatnonzero(logits >= logits[best] - distance)
+
+
+def _choose(weights: F32, params: SamplingParams, u: float, unseen: float) -> int | None:
+    """Apply top_p and min_p to weights whose largest is 1, and draw an index with `u`.
+
+    Behind `weights` may come others that sum up to at most `unseen`. None: they could matter.
+    """
+    if params.top_p >= 1 and params.min_p == 0:
+        return _invert(weights, u, unseen)
+    kept: Ids | None = None
     if params.top_p < 1:
-        kept = _nucleus(weights, params.top_p)
+        total = float(weights.sum())
+        kept = _nucleus(weights, params.top_p * total)
+        if unseen:
+            target = params.top_p * (total + unseen)
+            if target >= total or len(_nucleus(weights, target)) != len(kept):
+                return None
         weights = weights[kept]
-        ids = kept if ids is None else ids[kept]
-        if params.min_p > 0:
-            ids, z = _keep_min_p(ids, z[kept], params.min_p)
-            weights = np.exp(z)
-    index = _invert(weights, u)
-    return index if ids is None else int(ids[index])
+    if params.min_p > 0:
+        likely = np.flatnonzero(weights >= np.float32(params.min_p))
+        kept = likely if kept is None else kept[likely]
+        weights = weights[likely]
+    index = _invert(weights, u, 0.0)
+    assert index is not None
+    return index if kept is None else int(kept[index])
 
 
 def _top_k(values: F32, k: int) -> Ids:
     """Indices of the k largest, ascending; of equal ones at the edge those with lowest index."""
     if k >= len(values):
         return np.arange(len(values))
-    edge = np.partition(values, len(values) - k)[len(values) - k]
-    ids = np.flatnonzero(values >= edge)
-    if len(ids) > k:
-        above = ids[values[ids] > edge]
-        ids = np.sort(np.concatenate([above, ids[values[ids] == edge][: k - len(above)]]))
-    return ids
+    ids: Ids | None = None
+    if 2 * k * SUM_BLOCK <= len(values):
+        # The k-th largest of the blocks' best is no more than the k-th largest of all.
+        peaks = np.maximum.reduceat(values, np.arange(0, len(values), SUM_BLOCK))
+        ids = np.flatnonzero(values >= np.partition(peaks, len(peaks) - k)[len(peaks) - k])
+    pool = values if ids is None else values[ids]
+    edge = np.partition(pool, len(pool) - k)[len(pool) - k]
+    kept = np.flatnonzero(pool >= edge)
+    if len(kept) > k:
+        above = kept[pool[kept] > edge]
+        kept = np.sort(np.concatenate([above, kept[pool[kept] == edge][: k - len(above)]]))
+    return kept if ids is None else ids[kept]
 
 
-def _keep_min_p(ids: Ids | None, z: F32, min_p: float) -> tuple[Ids, F32]:
-    """Keep what is at least `min_p` times as likely as the best (z = 0)."""
-    kept = np.flatnonzero(z >= np.float32(np.log(min_p)))
-    return (kept if ids is None else ids[kept]), z[kept]
-
-
-def _nucleus(weights: F32, top_p: float) -> Ids:
-    """Indices, ascending, of the smallest set of largest weights whose sum is top_p of the whole.
+def _nucleus(weights: F32, target: float) -> Ids:
+    """Indices, ascending, of the smallest set of largest weights that sum up to `target`.
 
     At least one; of equal ones at the edge those with the lowest index. Finds the edge as
-    quickselect does, by mass instead of by rank: sorting a whole vocabulary takes ten times as
-    long.
+    quickselect does, by mass instead of by rank: sorting would take ten times as long.
     """
-    target = top_p * float(weights.sum())
     mass = 0.0  # of all weights above `pool`
     pool = weights
     pivot = FIRST_PIVOT
@@ -265,17 +301,30 @@ def _nucleus(weights: F32, top_p: float) -> Ids:
     return kept
 
 
-def _invert(weights: F32, u: float) -> int:
-    """The index at which the running sum of `weights` passes `u` times the whole. Its weight is >
-    0.
+def _invert(weights: F32, u: float, unseen: float) -> int | None:
+    """The index at which the running sum of `weights` passes `u` times the whole.
 
+    Behind `weights` may come others that sum up to at most `unseen`. None: it depends on them.
     Sums blocks first and then looks into one of them: a running sum over the whole vocabulary is
     twenty times as slow.
     """
     blocks = np.cumsum(
         np.add.reduceat(weights, np.arange(0, len(weights), SUM_BLOCK)), dtype=np.float64
     )
-    target = u * blocks[-1]
+    total = float(blocks[-1])
+    if unseen and u * (total + unseen) >= total:
+        return None
+    index = _locate(weights, blocks, u * total)
+    if unseen and index != _locate(weights, blocks, u * (total + unseen)):
+        return None
+    return index
+
+
+def _locate(weights: F32, blocks: npt.NDArray[np.float64], target: float) -> int:
+    """The index, of a weight > 0, at which the running sum passes `target`.
+
+    `blocks` are the running sums up to the end of each block of `SUM_BLOCK` weights.
+    """
     block = min(int(np.searchsorted(blocks, target, side="right")), len(blocks) - 1)
     begin = block * SUM_BLOCK
     inner = np.cumsum(weights[begin : begin + SUM_BLOCK], dtype=np.float64)
