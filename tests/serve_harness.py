@@ -146,7 +146,7 @@ class FakeServer:
 
 def events_of(text: str, *, done: bool = True) -> list[dict[str, Any]]:
     """The JSON of each event; the last one must be [DONE] if `done`."""
-    lines = [line for line in text.split("\n\n") if line]
+    lines = [line.strip() for line in text.split("\n\n") if line.strip()]
     assert all(line.startswith("data: ") for line in lines)
     bodies = [line.removeprefix("data: ") for line in lines]
     assert (bodies[-1] == "[DONE]") == done

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from serve_harness import TEMPLATE, FakeServer, chat_prompt, fake_server
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serve_harness import EOS, FakeServer, byte_tokenizer, fake_server
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from serve_harness import EOS, FakeServer, byte_tokenizer, fake_server
 from shark_llm.server.params import SamplingDefaults
 from shark_llm.server.tokenizer import PromptTokenizer
 
@@ -280,9 +280,10 @@ def test_every_eos_id_stops(eos: int) -> None:
 def test_the_models_defaults_are_used() -> None:
     with fake_server({"p": "abc"}, defaults=SamplingDefaults(temperature=0.0)) as server:
         answer = server.post("/v1/completions", {"prompt": "free text", "max_tokens": 8}).json()
-        assert answer["choices"][0]["text"] == server.complete("free text", max_tokens=8)[
-            "choices"
-        ][0]["text"]
+        assert (
+            answer["choices"][0]["text"]
+            == server.complete("free text", max_tokens=8)["choices"][0]["text"]
+        )
 
 
 def sentencepiece_like() -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is a JSON error with the right status, and the next request works."""
+"""Whatever is sent, the answer is a JSON error with the right status, and the server lives on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_harness import MODEL, FakeServer, fake_server
 
+from serve_harness import MODEL, FakeServer, fake_server
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.errors import RequestError
 from shark_llm.server.state import ServerState
@@ -120,9 +120,7 @@ def test_only_json_is_taken(server: FakeServer, content_type: str | None, status
 
 
 @pytest.mark.parametrize("model", ["x", "", "fake", "a" * 5000, "é\u0000"])
-def test_an_unknown_model_is_named_and_so_is_the_served_one(
-    server: FakeServer, model: str
-) -> None:
+def test_an_unknown_model_is_named_and_so_is_the_served_one(server: FakeServer, model: str) -> None:
     """D27."""
     body = {"prompt": "ok", "model": model, "messages": [{"role": "user", "content": "x"}]}
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):

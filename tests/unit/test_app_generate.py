@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from serve_harness import EOS, FakeServer, fake_server
 
 

@@ -105,7 +105,9 @@ def test_a_broken_template_is_refused_at_load() -> None:
 
 def test_where_the_template_comes_from() -> None:
     config = {"chat_template": "config", **TOKENS}
-    named = {"chat_template": [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]}
+    named = {
+        "chat_template": [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
+    }
 
     def text(template: ChatTemplate | None) -> str:
         assert template is not None
@@ -120,5 +122,9 @@ def test_where_the_template_comes_from() -> None:
 
 
 def test_special_tokens_as_text_or_object() -> None:
-    config = {"bos_token": {"content": "<s>", "special": True}, "eos_token": "</s>", "pad_token": None}
+    config = {
+        "bos_token": {"content": "<s>", "special": True},
+        "eos_token": "</s>",
+        "pad_token": None,
+    }
     assert special_tokens(config) == TOKENS

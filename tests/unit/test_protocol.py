@@ -173,9 +173,7 @@ def test_prompts_come_in_four_forms() -> None:
 
 
 def test_only_the_first_faults_are_told_and_inputs_are_cut() -> None:
-    error = refusal(
-        completion, temperature=9, top_p=9, top_k=-9, n=0, seed="x" * 10_000, min_p=9
-    )
+    error = refusal(completion, temperature=9, top_p=9, top_k=-9, n=0, seed="x" * 10_000, min_p=9)
     assert str(error).count(";") == 3
     assert str(error).endswith("and 3 more")
     assert len(str(refusal(completion, seed="x" * 10_000))) < 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Annotated
 
@@ -165,8 +166,6 @@ def serve(
             "--request-timeout": request_timeout,
         }
     )
-    if not 0 <= port <= 65535:
-        raise UsageError(f"--port is {port}; it must be in 0..65535")
     if not shutdown_timeout >= 0:
         raise UsageError(f"--shutdown-timeout is {shutdown_timeout}; it must be at least 0")
     keys = tuple(api_key or ())
@@ -180,7 +179,7 @@ def serve(
         enable_prefix_caching=enable_prefix_caching,
         scheduling_policy=scheduling_policy,
     )
-    _configure_logging(log_level)
+    _configure_logging(log_level, debug=debug)
     raise typer.Exit(
         _run(
             artifacts_dir,
@@ -216,15 +215,15 @@ def _run(
     shutdown_timeout: float,
     debug: bool,
 ) -> int:
-    # Imported here, so that --help and a wrong flag answer at once.
-    from shark_llm.artifacts.bundle import open_bundle
-    from shark_llm.runtime.devices import DeviceConfig
-    from shark_llm.runtime.module import load_runner
+    # Imported here, so that --help and a wrong flag answer at once; the device's side comes last.
     from shark_llm.server.lifecycle import Loaded, Report, bind, run_server
-    from shark_llm.server.loading import start_engine
 
     sock = bind(host, port)
     try:
+        from shark_llm.artifacts.bundle import open_bundle
+        from shark_llm.runtime.devices import DeviceConfig
+        from shark_llm.server.loading import start_engine
+
         bundle = open_bundle(artifacts_dir)
     except BaseException:
         sock.close()
@@ -234,6 +233,8 @@ def _run(
     config = DeviceConfig(driver=device or manifest.target.driver, device_ids=device_ids)
 
     def load(report: Report) -> Loaded:
+        from shark_llm.runtime.module import load_runner
+
         report("loading the module and mapping its parameters")
         runner = load_runner(bundle, config, kv_cache_tokens, engine_settings.max_model_len)
         report("starting the engine")
@@ -269,15 +270,24 @@ def _check_positive(values: dict[str, int | float | None]) -> None:
             raise UsageError(f"{flag} is {value}; it must be more than 0")
 
 
-def _configure_logging(level: str) -> None:
+class _OneLine(logging.Formatter):
+    """One line per record; an exception is named at its end, its traceback left out."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        short = copy(record)
+        short.exc_info = short.exc_text = short.stack_info = None
+        suffix = "" if error is None else f" ({type(error).__name__}: {error})"
+        return " ".join((super().format(short) + suffix).split())
+
+
+def _configure_logging(level: str, *, debug: bool) -> None:
     if level not in LOG_LEVELS:
         raise UsageError(f"--log-level is {level!r}; it must be one of {', '.join(LOG_LEVELS)}")
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(message)s",
-        force=True,
-    )
+    formatter = logging.Formatter if debug else _OneLine
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 def normalize_argv(argv: Sequence[str]) -> list[str]:

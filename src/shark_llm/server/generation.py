@@ -122,6 +122,11 @@ class Generation:
             )
         )
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine still owes something."""
+        return any(not choice.ended for choice in self._choices[: self._submitted])
+
     def abort(self) -> None:
         """Ask the engine to end what still runs; the choices finish with reason `abort`."""
         for choice in self._choices[: self._submitted]:
@@ -280,6 +285,7 @@ class _Choice:
         self.engine_id = engine_id
         self.events: deque[tuple[float, Event]] = deque()
         self.last_token_at: float | None = None
+        self.ended = False  # the engine is done with it, whether or not anybody has read the end
 
 
 class _Sink:
@@ -292,6 +298,8 @@ class _Sink:
     def __call__(self, event: Event) -> None:
         generation, choice = self._generation, self._choice
         choice.events.append((time.monotonic(), event))
+        if event.is_terminal:
+            choice.ended = True
         try:
             if not generation._woken:
                 # Set before the call: a drain that runs in between sees our event anyway.

@@ -60,12 +60,14 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         UsageError: the port is in use, not allowed, or the host is not ours.
     """
+    if not 0 <= port <= 65535:
+        raise UsageError(f"port is {port}; it must be in 0..65535 (0 = any free port)")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         # It must listen, not only be bound: two sockets that do not listen can share a port.
         return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        reason = error.strerror or str(error)
         raise UsageError(
             f"cannot listen on {host} port {port}: {reason.lower()}; stop what uses it, or choose "
             "another --host or --port (0 = any free port)"
@@ -196,10 +198,10 @@ class Life:
         """Return when the engine has died or a stop was asked for."""
         steps, since = -1, time.monotonic()
         while engine.healthy and engine.alive and not stopping.done():
-            stats = engine.stats()
-            now = time.monotonic()
-            if stats.steps != steps or stats.running + stats.waiting == 0:
-                steps, since = stats.steps, now
+            now, done = time.monotonic(), engine.stats().steps
+            # What runs is asked here: the engine's snapshot is as old as its last step.
+            if done != steps or not self.state.engine_is_busy:
+                steps, since = done, now
             self.state.stalled = now - since > self.settings.stall_timeout
             await asyncio.wait((stopping,), timeout=_TICK)
         self.state.stalled = False

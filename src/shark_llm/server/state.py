@@ -115,6 +115,11 @@ class ServerState:
         """Calls that have not been answered to the end."""
         return self._num_active
 
+    @property
+    def engine_is_busy(self) -> bool:
+        """Whether the engine owes anything; answers that are only not read yet do not count."""
+        return any(call.is_running for calls in self._active.values() for call in calls)
+
     def track(self, generation: Generation, names: Iterable[str]) -> None:
         """Remember a generation under every name that /abort may use for it."""
         self._num_active += 1

@@ -16,7 +16,6 @@ from shark_llm.server.params import Strict
 from shark_llm.server.protocol import ModelCard, ModelList
 from shark_llm.server.state import ServedModel, ServerState
 
-
 Status = Literal["ok", "loading", "draining", "dead", "stalled"]
 
 
