@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shark_llm.engine.request import SamplingParams
-from shark_llm.engine.sampling import SamplerState, _nucleus, _top_k, sample, uniform
+from shark_llm.engine.sampling import (
+    HEAD,
+    SamplerState,
+    _choose,
+    _draw,
+    _nucleus,
+    _top_k,
+    sample,
+    uniform,
+)
 
 LOGITS = st.one_of(
     st.integers(0, 2**32 - 1).map(
@@ -65,7 +74,8 @@ def test_draws_only_what_the_filters_leave(
 def test_nucleus_is_smallest_and_sufficient(logits: np.ndarray, top_p: float) -> None:
     weights = np.exp(logits - logits.max())
     total = float(weights.sum(dtype=np.float64))
-    kept = _nucleus(weights, top_p * total)
+    kept = _nucleus(weights, top_p * total, top_p * total)
+    assert kept is not None
     mass = float(weights[kept].sum(dtype=np.float64))
     assert len(kept) >= 1
     assert len(set(kept.tolist())) == len(kept)
@@ -77,6 +87,25 @@ def test_nucleus_is_smallest_and_sufficient(logits: np.ndarray, top_p: float) ->
     ties = np.flatnonzero(weights == np.float32(smallest))
     chosen = [token for token in kept.tolist() if token in set(ties.tolist())]
     assert chosen == ties[: len(chosen)].tolist()
+
+
+@settings(max_examples=300, deadline=None)
+@given(logits=LOGITS, params=PARAMS, u=st.floats(0, 1, exclude_max=True))
+def test_the_head_decides_as_all_would(
+    logits: np.ndarray, params: dict[str, Any], u: float
+) -> None:
+    """Looking at the head alone, where that is enough, draws what head and rest would draw."""
+    sampling = SamplingParams(max_tokens=1, **params)
+    best = int(logits.argmax())
+    token = _draw(logits, best, sampling, u)
+    if sampling.top_k is None and (sampling.min_p == 0 or sampling.top_p < 1):
+        temperature = np.float32(sampling.temperature)
+        near = logits >= logits[best] - HEAD * temperature
+        order = np.concatenate([np.flatnonzero(near), np.flatnonzero(~near)])
+        weights = np.exp((logits[order] - logits[best]) / temperature)
+        index = _choose(weights, sampling, u, 0.0)
+        assert index is not None
+        assert token == order[index]
 
 
 @settings(max_examples=200, deadline=None)

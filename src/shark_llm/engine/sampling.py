@@ -201,7 +201,7 @@ def _draw(logits: F32, best: int, params: SamplingParams, u: float) -> int:
     else:
         head = _within(logits, best, HEAD * temperature)
         unseen = (len(logits) - len(head)) * float(np.exp(-HEAD))
-    weights = np.exp((logits[head] - logits[best]) / temperature)
+    weights = np.exp((logits.take(head) - logits[best]) / temperature)
     index = _choose(weights, params, u, unseen)
     if index is None:
         rest = np.delete(np.arange(len(logits)), head)
@@ -228,11 +228,9 @@ def _choose(weights: F32, params: SamplingParams, u: float, unseen: float) -> in
     kept: Ids | None = None
     if params.top_p < 1:
         total = float(weights.sum())
-        kept = _nucleus(weights, params.top_p * total)
-        if unseen:
-            target = params.top_p * (total + unseen)
-            if target >= total or len(_nucleus(weights, target)) != len(kept):
-                return None
+        kept = _nucleus(weights, params.top_p * total, params.top_p * (total + unseen))
+        if kept is None:
+            return None
         weights = weights[kept]
     if params.min_p > 0:
         likely = np.flatnonzero(weights >= np.float32(params.min_p))
@@ -261,11 +259,12 @@ def _top_k(values: F32, k: int) -> Ids:
     return kept if ids is None else ids[kept]
 
 
-def _nucleus(weights: F32, target: float) -> Ids:
+def _nucleus(weights: F32, target: float, target_at_most: float) -> Ids | None:
     """Indices, ascending, of the smallest set of largest weights that sum up to `target`.
 
-    At least one; of equal ones at the edge those with the lowest index. Finds the edge as
-    quickselect does, by mass instead of by rank: sorting would take ten times as long.
+    At least one; of equal ones at the edge those with the lowest index. None: a target up to
+    `target_at_most` would give another set. Finds the edge as quickselect does, by mass instead of
+    by rank: sorting would take ten times as long.
     """
     mass = 0.0  # of all weights above `pool`
     pool = weights
@@ -274,11 +273,13 @@ def _nucleus(weights: F32, target: float) -> Ids:
         upper = pool[pool > pivot]
         if 0 < len(upper) < len(pool):
             upper_mass = float(upper.sum())
-            if mass + upper_mass >= target:
+            if mass + upper_mass >= target_at_most:
                 pool = upper
-            else:
+            elif mass + upper_mass < target:
                 mass += upper_mass
                 pool = pool[pool <= pivot]
+            else:
+                return None
         elif len(upper) == 0:  # the pivot is the largest: its equals go together
             lower = pool[pool < pivot]
             equal_mass = (len(pool) - len(lower)) * float(pivot)
@@ -289,15 +290,18 @@ def _nucleus(weights: F32, target: float) -> Ids:
             pool = lower
         pivot = pool[len(pool) // 2]
     pool = -np.sort(-pool)
-    rank = int(np.searchsorted(mass + np.cumsum(pool, dtype=np.float64), target))
-    edge = pool[min(rank, len(pool) - 1)]
+    sums = mass + np.cumsum(pool, dtype=np.float64)
+    rank = int(np.searchsorted(sums, target))
+    if target_at_most > target and rank != np.searchsorted(sums, target_at_most):
+        return None
+    rank = min(rank, len(pool) - 1)
+    edge = pool[rank]
     kept = np.flatnonzero(weights >= edge)
-    equal_ids = kept[weights[kept] == edge]
-    if len(equal_ids) > 1 and edge > 0:
-        above = kept[weights[kept] > edge]
-        missing = (target - float(weights[above].sum())) / float(edge)
-        count = min(max(int(np.ceil(missing)), 1), len(equal_ids))
-        kept = np.sort(np.concatenate([above, equal_ids[:count]]))
+    ties = kept[weights[kept] == edge]
+    if len(ties) > 1:
+        # As many of them as were taken from the sorted pool, which has them all.
+        taken = rank + 1 - int(np.count_nonzero(pool > edge))
+        kept = np.sort(np.concatenate([kept[weights[kept] > edge], ties[:taken]]))
     return kept
 
 

@@ -212,6 +212,7 @@ class Scheduler:
         stays in the prefix cache as long as nobody else needs the pages."""
         self.running.remove(state)
         self._release(state, reusable=True)
+        state.match_version = -1  # it has more tokens now
         state.num_preemptions += 1
         self.num_preemptions += 1
         place = 0  # before all that never ran, among the preempted by age
@@ -301,14 +302,14 @@ class Scheduler:
     def _longest_prefix_first(self, state: RequestState) -> tuple[int, int, int]:
         if state.num_preemptions or state.overtaken >= self.settings.max_overtakes:
             return (0, 0, state.arrival)
-        if state.match_version != self.cache.version:
-            state.match_length = self._match(state).depth
-            state.match_version = self.cache.version
-        return (1, -state.match_length, state.arrival)
+        return (1, -self._match(state).depth, state.arrival)
 
     def _match(self, state: RequestState) -> Node:
         """The longest cached prefix that leaves the position whose logits are needed to compute."""
-        return self.cache.match(state.tokens, state.last_wanted // self.page_size)
+        if state.match_version != self.cache.version:
+            state.match = self.cache.match(state.tokens, state.last_wanted // self.page_size)
+            state.match_version = self.cache.version
+        return state.match
 
     def _is_being_computed(
         self, state: RequestState, depth: int, in_prefill: list[RequestState]

@@ -24,7 +24,7 @@ class RequestState:
         "cached_tokens",
         "computed_len",
         "first_token",
-        "match_length",
+        "match",
         "match_version",
         "node",
         "num_preemptions",
@@ -56,8 +56,9 @@ class RequestState:
         self.num_preemptions = 0
         self.overtaken = 0
         """Later arrivals that were admitted while this one waited."""
-        self.match_length = 0
+        self.match = root
         self.match_version = -1
+        """While waiting: what the prefix cache had for it, and in which version of the cache."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if request.sampling.prompt_logprobs is None else [None]
         )
