@@ -69,9 +69,7 @@ def test_iree_reads_the_same_entries(path: Path) -> None:
     assert list(found) == [entry.name for entry in ENTRIES], "the identity is no parameter"
     assert [found[entry.name].length for entry in ENTRIES] == [e.nbytes for e in ENTRIES]
     assert found["splat"].is_splat
-    start = ArchiveReader(path).entries["a"].offset
-    view = found["a"].file_view
-    assert bytes(view[:60]) == A.tobytes() or bytes(view[start : start + 60]) == A.tobytes()
+    assert bytes(found["a"].file_view[:60]) == A.tobytes()
 
 
 def test_we_read_what_iree_writes(tmp_path: Path) -> None:

@@ -94,6 +94,9 @@ class Target(Frozen):
     flags: tuple[str, ...]
     cpu: str | None = None
     cpu_features: tuple[str, ...] = ()
+    """Instruction sets that the serving CPU must have, by their Linux names."""
+    memory_bytes: int | None = None
+    """Of one device; None: the memory of the machine that serves."""
 
 
 class FileInfo(Frozen):
@@ -132,6 +135,8 @@ class Manifest(Frozen):
     caches: tuple[CacheSpec, ...]
     parameter_scope: str = "model"
     module: str = "model.vmfb"
+    module_key: str
+    """sha256 of all that the module depends on: its MLIR source, the flags, the compiler."""
     archives: tuple[str, ...]
     """model.irpa, then model.rank{r}.irpa."""
     target: Target
@@ -163,7 +168,7 @@ def read_manifest(path: Path) -> Manifest:
             f"no bundle at {path.parent}: cannot read {path.name} ({error.strerror}); "
             "check the path, or build it with shark-compile"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(
             f"{path} is not JSON ({error}): copy the bundle again or rebuild it"
         ) from error

@@ -27,7 +27,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from shark_llm.artifacts.manifest import (
@@ -152,10 +152,11 @@ class _Place:
         try:
             yield
         finally:
-            # Removed while still held, so that waiters notice (see _acquire) and no file stays.
-            with suppress(OSError):
-                self.lock_path.unlink()
-            os.close(fd)
+            try:
+                # Removed while still held: waiters notice (see _acquire), and no file stays.
+                self.lock_path.unlink(missing_ok=True)
+            finally:
+                os.close(fd)
 
     def _acquire(self, on_wait: Callable[[str], None] | None) -> int:
         told = False
@@ -187,10 +188,10 @@ class _Place:
                 self._remove_files(json.loads(self.swap_path.read_text()))
             self.swap_path.unlink()
         for old in self.home.glob(f"{_glob_escape(self.prefix)}.old-*"):
-            if self.target.exists():
+            if not self.target.exists() and _listed_files(old):
+                old.rename(self.target)  # killed between the two renames of a swap
+            else:
                 shutil.rmtree(old)
-            else:  # killed between the two renames of a swap without exchange
-                old.rename(self.target)
         for partial in self.home.glob(f"{_glob_escape(self.prefix)}.partial-*"):
             shutil.rmtree(partial)
 
@@ -269,7 +270,7 @@ def _listed_files(directory: Path) -> set[str]:
     try:
         fields = json.loads((directory / MANIFEST_NAME).read_bytes())
         names = {str(name) for name in fields["files"]} if "schema_version" in fields else set()
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
         return set()
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in names):
         return set()

@@ -1,0 +1,128 @@
+"""planner.py: numbers that can be checked by hand, and the answer for Llama 3.1 405B."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bundles import model_config
+from shark_llm.artifacts.irpa import ArchiveReader, Identity
+from shark_llm.errors import CapacityError, ShardingError, UsageError
+from shark_llm.model.config import ModelConfig
+from shark_llm.planner import (
+    GIB,
+    GPUS,
+    check_fits,
+    plan_memory,
+    required_bytes,
+)
+from shark_llm.sharding.archives import write_dummy_archives
+from shark_llm.sharding.plan import plan_parameters
+
+
+def llama(hidden: int, mlp: int, layers: int, heads: int) -> ModelConfig:
+    return model_config(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+    )
+
+
+LLAMA_405B = llama(16384, 53248, 126, 128)
+LLAMA_8B = llama(4096, 14336, 32, 32)
+
+
+def test_the_lower_bound_of_tp_for_405b_in_bf16() -> None:
+    """On 192 GiB, tp4 holds the weights but not one full context; tp5 does."""
+    plan = plan_memory(LLAMA_405B, memory_bytes=GPUS["mi300x"], dtype="bf16", kv_dtype="bf16")
+    assert plan.lower_bound == 5
+    assert [split.tp for split in plan.splits] == list(range(1, 9))
+    assert [split.fits for split in plan.splits] == [False] * 4 + [True] * 4
+    assert 0 < plan.splits[3].kv_tokens < 131072
+    short = plan_memory(
+        LLAMA_405B, memory_bytes=GPUS["mi300x"], dtype="bf16", kv_dtype="bf16", max_model_len=2048
+    )
+    assert short.lower_bound == 4
+
+
+def test_weights_and_kv_by_hand() -> None:
+    """Llama 3.1 8B has 8,030,261,248 parameters and 128 KiB of bf16 KV a token."""
+    plan = plan_memory(
+        LLAMA_8B,
+        memory_bytes=24 * GIB,
+        dtype="bf16",
+        kv_dtype="bf16",
+        tps=[2, 1],
+        workspace_bytes=GIB,
+    )
+    (alone,), halves = (split.ranks for split in plan.splits)
+    assert alone.weight_bytes == 2 * 8_030_261_248
+    assert alone.kv_bytes_per_token == 128 * 1024
+    assert alone.kv_tokens == (24 * GIB - 2 * GIB - GIB - alone.weight_bytes) // (128 * 1024)
+    assert [rank.kv_bytes_per_token for rank in halves] == [64 * 1024] * 2
+    norms = (2 * 32 + 1) * 4096 * 2
+    assert sum(rank.weight_bytes for rank in halves) == alone.weight_bytes + norms
+
+
+def test_kv_bytes_follow_the_heads_that_a_rank_holds() -> None:
+    """B02: 2 kv heads at tp4 are one head a rank, not half a head and not 4 heads in all."""
+    plan = plan_memory(
+        model_config(), memory_bytes=64 * GIB, dtype="f32", kv_dtype="f16", tps=[1, 4]
+    )
+    per_head = 2 * 2 * 16 * 2  # K and V, layers, head_dim, bytes
+    assert [rank.kv_bytes_per_token for rank in plan.splits[0].ranks] == [2 * per_head]
+    assert [rank.kv_bytes_per_token for rank in plan.splits[1].ranks] == [per_head] * 4
+
+
+def test_the_tightest_rank_decides() -> None:
+    config = model_config(
+        num_attention_heads=9, num_key_value_heads=3, hidden_size=576, head_dim=64
+    )
+    plan = plan_memory(config, memory_bytes=4 * GIB, dtype="f32", kv_dtype="f32", tps=[2])
+    (split,) = plan.splits
+    assert split.ranks[0].kv_tokens < split.ranks[1].kv_tokens
+    assert split.kv_tokens == split.ranks[0].kv_tokens
+
+
+def test_what_does_not_fit_is_refused_with_the_remedy() -> None:
+    plan = plan_memory(LLAMA_405B, memory_bytes=GPUS["mi300x"], dtype="bf16", kv_dtype="bf16")
+    with pytest.raises(
+        CapacityError, match=r"tp 4 .*mi300x with 192 GiB: rank 0 has 189\.0 GiB.*fits is 5"
+    ):
+        check_fits(plan.splits[3], plan, device="mi300x")
+    check_fits(plan.splits[4], plan, device="mi300x")
+    small = plan_memory(LLAMA_405B, memory_bytes=GPUS["mi250x"], dtype="bf16", kv_dtype="bf16")
+    assert small.lower_bound is None
+    with pytest.raises(CapacityError, match="no tp fits: lower --max-model-len"):
+        check_fits(small.splits[7], small, device="mi250x")
+
+
+@pytest.mark.parametrize("which", ["dtype", "kv_dtype"])
+def test_unknown_dtypes_are_refused(which: str) -> None:
+    dtypes = {"dtype": "f32", "kv_dtype": "f32"} | {which: "int3"}
+    with pytest.raises(UsageError, match="'int3'; choose from f32, f16, bf16"):
+        plan_memory(model_config(), memory_bytes=GIB, **dtypes)
+
+
+def test_an_impossible_tp_is_refused() -> None:
+    with pytest.raises(ShardingError, match="tp 5"):
+        plan_memory(model_config(), memory_bytes=GIB, dtype="f32", kv_dtype="f32", tps=[5])
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_required_bytes_are_those_of_the_files(tp: int, tmp_path: Path) -> None:
+    config = model_config(num_hidden_layers=3)
+    identity = Identity(model="e" * 64, tp=tp, rank=None, dtype="bf16")
+    plan = plan_parameters(config, tp)
+    paths = write_dummy_archives(config, plan, identity=identity, out_dir=tmp_path)
+    needed = required_bytes(config, tp=tp, dtype="bf16", dummy=True)
+    assert needed == {path.name: path.stat().st_size for path in paths}
+    real = required_bytes(config, tp=tp, dtype="bf16")
+    for path in paths:
+        data = sum(entry.nbytes for entry in ArchiveReader(path).entries.values())
+        assert data < real[path.name] < data + 20_000
