@@ -32,11 +32,12 @@ class PromptTokenizer:
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._bos_ids = _bos_policy(tokenizer, config or {})
         self._byte_level = _is_byte_level(tokenizer)
-        self._special_ids = {
+        self._special_ids: dict[str, int] = {
             token.content: token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
+        self._skipped = frozenset(self._special_ids.values())
 
     @classmethod
     def from_files(cls, tokenizer_json: Path, config: Mapping[str, Any]) -> PromptTokenizer:
@@ -80,7 +81,7 @@ class PromptTokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is left out of generated text."""
-        return token_id in self._special_ids.values()
+        return token_id in self._skipped
 
     def special_id(self, text: str) -> int | None:
         """The id of the special token that is written so, or None."""
