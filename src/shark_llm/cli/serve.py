@@ -14,7 +14,7 @@ from typer.exceptions import TyperException
 
 from shark_llm import __version__
 from shark_llm.engine.settings import SCHEDULING_POLICIES, EngineSettings
-from shark_llm.errors import SharkError, UsageError
+from shark_llm.errors import ArtifactError, SharkError, UsageError
 from shark_llm.server.settings import ServerSettings
 
 PROGRAM = "shark-serve"
@@ -56,6 +56,14 @@ def serve(
             rich_help_panel=_MODEL,
         ),
     ] = None,
+    allow_dummy_weights: Annotated[
+        bool,
+        typer.Option(
+            "--allow-dummy-weights",
+            help="Serve a bundle without real weights, for measuring.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False,
     device: Annotated[
         str | None,
         typer.Option(
@@ -185,6 +193,7 @@ def serve(
             artifacts_dir,
             engine_settings,
             served_model_name=served_model_name,
+            allow_dummy_weights=allow_dummy_weights,
             device=device,
             device_ids=None if not device_ids else tuple(device_ids),
             kv_cache_tokens=kv_cache_tokens,
@@ -204,6 +213,7 @@ def _run(
     engine_settings: EngineSettings,
     *,
     served_model_name: str | None,
+    allow_dummy_weights: bool,
     device: str | None,
     device_ids: tuple[int, ...] | None,
     kv_cache_tokens: int | None,
@@ -225,6 +235,11 @@ def _run(
         from shark_llm.server.loading import start_engine
 
         bundle = open_bundle(artifacts_dir)
+        if bundle.manifest.weights == "dummy" and not allow_dummy_weights:
+            raise ArtifactError(
+                f"{artifacts_dir} has dummy weights and would answer with noise; build it from a "
+                "checkpoint, or allow it for measuring with --allow-dummy-weights"
+            )
     except BaseException:
         sock.close()
         raise

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 # What clients read. The cause, which may name files and devices, is for the operator: `failure`.
 ENGINE_DEAD = "the engine has stopped after a failure and must be restarted"
 NOTHING_NEW = "the engine found its memory accounting broken and starts nothing new"
+SINK_FAILED = ErrorEvent(message="the receiver of this request's tokens failed", code="sink_failed")
 
 
 class EngineCore:
@@ -69,7 +70,8 @@ class EngineCore:
         self._states: dict[str, RequestState] = {}
         self._outbox: list[tuple[RequestState, Event]] = []
         self._deaf: set[RequestState] = set()
-        """Requests whose sink raised. They end with the next step: this one is planned already."""
+        """Requests whose sink raised: nothing but an error goes there any more. Those that still
+        run end before the next step is planned."""
         self._num_accepted = 0
         self._finished: Counter[str] = Counter()
         self._failures_in_a_row = 0
@@ -135,8 +137,7 @@ class EngineCore:
         began = time.perf_counter()
         for state in self._deaf:
             if self._states.get(state.request.request_id) is state:
-                self._fail(state, "the receiver of this request's tokens failed", "sink_failed")
-        self._deaf.clear()
+                self._fail(state, SINK_FAILED.message, SINK_FAILED.code)
         if not self.has_requests:
             self.flush()
             return
@@ -162,8 +163,11 @@ class EngineCore:
         """Send the events that wait."""
         outbox, self._outbox = self._outbox, []
         for state, event in outbox:
-            if state in self._deaf and not event.is_terminal:
-                continue
+            if state in self._deaf:
+                if not event.is_terminal:
+                    continue
+                self._deaf.discard(state)
+                event = SINK_FAILED  # whatever its end was: it missed a part
             try:
                 state.request.sink(event)
             except Exception:

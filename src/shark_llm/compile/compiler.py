@@ -1,0 +1,99 @@
+"""Run iree-compile: one process per module, its diagnostics as errors, its time and memory measured."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shark_llm.errors import CompileError
+
+_SHOWN_DIAGNOSTIC_CHARS = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileResult:
+    """What one run of the compiler took."""
+
+    seconds: float
+    peak_memory_bytes: int
+
+
+def compiler_command(source: Path | str, output: Path | str, flags: Sequence[str]) -> list[str]:
+    """The command line, as a user could type it."""
+    return ["iree-compile", str(source), "-o", str(output), *flags]
+
+
+def shell_script(source: str, output: str, flags: Sequence[str]) -> str:
+    """compile-command.sh, to lie beside `source`: rebuilds the module from any working directory.
+
+    iree-compile is deterministic, so the result has the digest that the manifest names.
+    """
+    words = [shlex.quote(word) for word in compiler_command(source, "OUTPUT", flags)]
+    words[words.index("OUTPUT")] = '"$output"'
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# Compiles {source} again. Usage: compile-command.sh [OUTPUT] (default: {output} here)\n"
+        "set -euo pipefail\n"
+        f'output=$(realpath -m "${{1:-{output}}}")\n'
+        'cd "$(dirname "$0")"\n' + " \\\n  ".join(words) + "\n"
+    )
+
+
+def run_compiler(source: Path, output: Path, flags: Sequence[str]) -> CompileResult:
+    """Compile `source` to `output`. Raises CompileError with the compiler's first diagnostic."""
+    # Beside this interpreter, not from PATH: the compiler must be of the tested version.
+    executable = Path(sys.executable).parent / "iree-compile"
+    command = compiler_command(source.name, output.resolve(), flags)
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as log:
+        try:
+            process = subprocess.Popen(
+                [str(executable), *command[1:]],
+                cwd=source.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError as error:
+            raise CompileError(
+                f"cannot run {executable} ({error.strerror}): install iree-base-compiler "
+                "(pip install 'shark-llm[compile]')"
+            ) from error
+        try:
+            # wait4 gives this process's own memory, which subprocess does not.
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            process.kill()
+            process.wait()
+            output.unlink(missing_ok=True)
+            raise
+        process.returncode = code = os.waitstatus_to_exitcode(status)
+        log.seek(0)
+        text = log.read().decode(errors="replace")
+    seconds = time.monotonic() - started
+    if code:
+        output.unlink(missing_ok=True)
+        raise CompileError(
+            f"iree-compile {_ending(code)} after {seconds:.0f} s: {_first_diagnostic(text)}; "
+            f"the command was: {shlex.join(command)}"
+        )
+    return CompileResult(seconds=seconds, peak_memory_bytes=usage.ru_maxrss * 1024)
+
+
+def _ending(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
+
+
+def _first_diagnostic(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "error:" in line.lower() or "LLVM ERROR" in line]
+    text = " ".join((errors or lines or ["no message"])[:2])
+    shown = text[:_SHOWN_DIAGNOSTIC_CHARS]
+    return shown if shown == text else f"{shown} ..."

@@ -1,0 +1,150 @@
+"""The golden check: a compiled module against the eager model, before its bundle is published.
+
+It runs what goes wrong in the field: a prefill that ends inside a page, decode across the page
+boundary, a prefill from an offset, a batch with an unused row, and all of it in a KV pool filled
+with NaN. A module that computes something else is not published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shark_llm.artifacts.manifest import GoldenReport, Manifest
+from shark_llm.checkpoint.source import Checkpoint
+from shark_llm.errors import VerificationError
+from shark_llm.model.config import ModelConfig
+from shark_llm.model.eager import EagerModel, EagerSettings
+from shark_llm.runtime.module import IreeRunner, pack_rows
+from shark_llm.runtime.runner import Phase, Row
+
+TOLERANCES = {"f32": 1e-3, "f16": 1e-2, "bf16": 5e-2}
+"""Largest |logit difference| allowed, as a share of the largest |logit| (at least 1). Both sides
+compute in the same precision; what differs is the order of sums, and single roundings to the
+weights' dtype that it flips."""
+
+DECODE_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldenStep:
+    """One call of the module, and what it is to show."""
+
+    what: str
+    phase: Phase
+    rows: tuple[Row, ...]
+
+
+def read_parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All weights in memory, in the dtype they are compiled with."""
+    return {
+        name: checkpoint.read(name, 0, info.shape[0]).to(dtype)
+        for name, info in checkpoint.parameters.items()
+    }
+
+
+def golden_steps(manifest: Manifest) -> Iterator[GoldenStep]:
+    """The calls of the check, in order; pages are handed out so that nothing overlaps."""
+    page, vocab = manifest.page_size, manifest.vocab_size
+    first = min(2 * page - 2, manifest.max_model_len - DECODE_STEPS)
+    ids = [(7919 * i + 13) % vocab for i in range(first + DECODE_STEPS + 3 * page)]
+    pages = list(range(1, 2 + (first + DECODE_STEPS) // page))
+
+    def prefill(what: str, *rows: Row) -> GoldenStep:
+        return GoldenStep(what=what, phase="prefill", rows=rows)
+
+    def held(count: int, pages: list[int]) -> list[int]:
+        return pages[: -(-count // page)]
+
+    yield prefill("prefill", Row(tokens=ids[:first], start=0, pages=held(first, pages)))
+    for i in range(first, first + DECODE_STEPS):
+        row = Row(tokens=[ids[i]], start=i, pages=held(i + 1, pages))
+        yield GoldenStep(what="decode across a page boundary", phase="decode", rows=(row,))
+    if manifest.max_model_len >= 2 * page:
+        offset = Row(tokens=ids[page : page + 3], start=page, pages=[pages[0], pages[-1] + 1])
+        yield prefill("prefill from an offset", offset)
+    batches = {e.phase: e.batch_size for e in manifest.entry_points if e.batch_size > 2}
+    other = [pages[-1] + 2]
+    short = ids[5 : 5 + min(page - 1, manifest.max_model_len - 1)]
+    if "prefill" in batches:
+        yield prefill(
+            "prefill of two rows beside unused ones",
+            Row(tokens=short, start=0, pages=other),
+            Row(tokens=ids[:first], start=0, pages=held(first, pages)),
+        )
+    else:
+        yield prefill("prefill of a second sequence", Row(tokens=short, start=0, pages=other))
+    if "decode" in batches:
+        yield GoldenStep(
+            what="decode of two rows beside unused ones",
+            phase="decode",
+            rows=(
+                Row(tokens=[ids[first]], start=first, pages=held(first + 1, pages)),
+                Row(tokens=[ids[0]], start=len(short), pages=other),
+            ),
+        )
+
+
+def check_golden(
+    runner: IreeRunner,
+    manifest: Manifest,
+    config: ModelConfig,
+    parameters: Mapping[str, torch.Tensor],
+    *,
+    narrow_operands: bool,
+) -> GoldenReport:
+    """Run the steps on both and compare logits. Raises VerificationError at the first that differs.
+
+    The runner's pool must have `golden_pages(manifest)` pages; it is poisoned first.
+    """
+    eager = EagerModel(
+        config=config,
+        parameters=parameters,
+        plan=manifest.plan,
+        tp=manifest.tp,
+        settings=EagerSettings(
+            page_size=manifest.page_size,
+            num_pages=golden_pages(manifest),
+            narrow_operands=narrow_operands,
+        ),
+    )
+    runner.poison()
+    for caches in eager.caches:
+        for cache in caches:
+            cache.fill_(float("nan"))
+    share = TOLERANCES[manifest.dtype]
+    worst, allowed, prompt_tokens = 0.0, 0.0, 0
+    for step in golden_steps(manifest):
+        inputs = pack_rows(step.rows, len(step.rows), manifest.page_size, step.phase)
+        wanted = eager.forward(step.phase, *(torch.from_numpy(a) for a in inputs)).numpy()
+        found = runner.forward(step.phase, step.rows)
+        tolerance = share * max(1.0, float(np.abs(wanted).max()))
+        error = float(np.abs(found - wanted).max())
+        if not np.isfinite(wanted).all():
+            raise VerificationError(
+                f"golden check, {step.what}: the model itself overflows in {manifest.dtype}; "
+                "build it with --dtype bf16 or f32"
+            )
+        if not error <= tolerance:  # also when the module gives NaN
+            raise VerificationError(
+                f"golden check, {step.what} of {len(step.rows)} rows: logits differ by {error:.3g} "
+                f"from the eager model, at most {tolerance:.3g} are allowed; the bundle was not "
+                "published; report this with the output of --output-dev-artifacts-dir"
+            )
+        worst, allowed = max(worst, error), max(allowed, tolerance)
+        if step.phase == "prefill":
+            prompt_tokens += sum(len(row.tokens) for row in step.rows)
+    return GoldenReport(
+        max_abs_error=worst,
+        tolerance=allowed,
+        prompt_tokens=prompt_tokens,
+        decode_steps=DECODE_STEPS,
+    )
+
+
+def golden_pages(manifest: Manifest) -> int:
+    """Pages of the pool that the steps need, scratch page included."""
+    return 1 + max(max(row.pages) for step in golden_steps(manifest) for row in step.rows)

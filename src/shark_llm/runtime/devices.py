@@ -1,0 +1,152 @@
+"""Devices: found by driver and id, opened once, and the only place that moves bytes to and from them.
+
+A rank has one device. `local-task` and `local-sync` are this machine's CPU: they make as many
+simulated devices as there are ranks, each with its own worker pool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import iree.runtime as rt
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from iree.runtime import _binding
+
+from shark_llm.errors import CapacityError, DeviceError
+
+DRIVERS = ("local-task", "local-sync", "hip", "cuda")
+CPU_DRIVERS = ("local-task", "local-sync")
+Allocator = Literal["default", "caching"]
+DTYPES: dict[str, tuple[Any, npt.DTypeLike]] = {
+    "i64": (rt.HalElementType.SINT_64, np.int64),
+    "f32": (rt.HalElementType.FLOAT_32, np.float32),
+    "f16": (rt.HalElementType.FLOAT_16, np.float16),
+    "bf16": (rt.HalElementType.BFLOAT_16, ml_dtypes.bfloat16),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Which devices run the ranks, and how memory on them is handled."""
+
+    driver: str
+    device_ids: tuple[int, ...] | None = None
+    """One per rank; None: 0, 1, 2 ..."""
+    allocator: Allocator = "default"
+    """`caching` keeps freed buffers for the next step: for long prefills on GPUs."""
+    cpu_threads: int | None = None
+    """Worker threads of all local-task devices together; None: one per core."""
+
+    def resolved_ids(self, tp: int) -> tuple[int, ...]:
+        """The ids of `tp` ranks. Raises DeviceError for a wrong count or one named twice."""
+        ids = tuple(range(tp)) if self.device_ids is None else self.device_ids
+        shown = " ".join(map(str, ids))
+        if len(ids) != tp:
+            raise DeviceError(
+                f"--device-ids {shown} names {len(ids)} devices, the bundle has tp {tp}: "
+                f"name {tp} different ids"
+            )
+        if len(set(ids)) != len(ids) or min(ids) < 0:
+            raise DeviceError(
+                f"--device-ids {shown}: every rank needs a device of its own, counted from 0"
+            )
+        return ids
+
+
+class DeviceSet:
+    """The opened devices of all ranks, in rank order. Close what lives on them first, then this."""
+
+    def __init__(self, config: DeviceConfig, tp: int) -> None:
+        if config.driver not in DRIVERS:
+            raise DeviceError(
+                f"no device driver {config.driver!r}: choose from {', '.join(DRIVERS)}"
+            )
+        ids = config.resolved_ids(tp)
+        self.config = config
+        self.devices: list[Any] = []
+        if config.driver in CPU_DRIVERS:
+            self._open_cpu(tp)
+        else:
+            self._open_gpu(ids)
+
+    def _open_cpu(self, tp: int) -> None:
+        if self.config.driver == "local-task" and self.config.cpu_threads is not None:
+            per_device = max(1, self.config.cpu_threads // tp)
+            rt.flags.parse_flags(f"--task_topology_group_count={per_device}")
+        for _ in range(tp):
+            # A driver for each device: devices of one driver share its worker pool.
+            driver = _binding.create_hal_driver(self.config.driver)
+            self.devices.append(driver.create_default_device(allocators=self._allocators))
+
+    @property
+    def _allocators(self) -> list[str]:
+        return [] if self.config.allocator == "default" else [self.config.allocator]
+
+    def _open_gpu(self, ids: Sequence[int]) -> None:
+        name = self.config.driver
+        try:
+            driver = rt.get_driver(name)
+            found = driver.query_available_devices()
+        except (RuntimeError, ValueError) as error:
+            raise DeviceError(
+                f"the {name} driver does not start here ({_first_line(error)}): install the GPU "
+                "driver, or use a bundle compiled for another target"
+            ) from error
+        unknown = [i for i in ids if i >= len(found)]
+        if unknown:
+            raise DeviceError(
+                f"--device-ids {' '.join(map(str, ids))}: this machine has {len(found)} {name} "
+                f"devices, ids 0 to {len(found) - 1}"
+            )
+        for i in ids:
+            device_id = found[i]["device_id"]
+            self.devices.append(driver.create_device(device_id, allocators=self._allocators))
+
+    def upload(self, rank: int, array: npt.NDArray[Any], dtype: str) -> Any:
+        """A buffer view of `array` on the rank's device. `dtype` is one of DTYPES."""
+        element_type, numpy_type = DTYPES[dtype]
+        contiguous = np.ascontiguousarray(array, dtype=numpy_type)
+        if dtype == "bf16":  # not a type of Python's buffer protocol
+            contiguous = contiguous.view(np.uint16)
+        return self.devices[rank].allocator.allocate_buffer_copy(
+            memory_type=rt.MemoryType.DEVICE_LOCAL,
+            allowed_usage=rt.BufferUsage.DEFAULT,
+            device=self.devices[rank],
+            buffer=contiguous,
+            element_type=element_type,
+        )
+
+    def allocate(self, rank: int, shape: Sequence[int], dtype: str) -> Any:
+        """An uninitialized buffer view on the rank's device. Raises CapacityError if it does not fit."""
+        element_type, numpy_type = DTYPES[dtype]
+        num_bytes = math.prod(shape) * np.dtype(numpy_type).itemsize
+        try:
+            buffer = self.devices[rank].allocator.allocate_buffer(
+                memory_type=rt.MemoryType.DEVICE_LOCAL,
+                allowed_usage=rt.BufferUsage.DEFAULT,
+                allocation_size=num_bytes,
+            )
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"rank {rank} has no {num_bytes} bytes left for a KV cache ({_first_line(error)}): "
+                "lower --kv-cache-tokens"
+            ) from error
+        return rt.HalBufferView(buffer, list(shape), element_type)
+
+    def download(self, view: Any, shape: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The f32 contents of a result, copied to the host."""
+        mapped = view.map().asarray(list(shape), np.dtype(np.float32))
+        return np.array(mapped, copy=True)
+
+    def close(self) -> None:
+        """Release the devices. Idempotent."""
+        self.devices.clear()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,247 @@
+"""A bundle loaded on its devices: the module, its parameters, the KV caches, and the step that runs.
+
+Legend: B rows of a step, S tokens of a padded row, T pages of a table, P pages of the pool,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import iree.runtime as rt
+import numpy as np
+import numpy.typing as npt
+
+from shark_llm.artifacts.bundle import Bundle
+from shark_llm.artifacts.cpu import missing_cpu_features
+from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Manifest
+from shark_llm.errors import ArtifactError, CapacityError, DeviceError, UsageError
+from shark_llm.runtime.devices import CPU_DRIVERS, DTYPES, DeviceConfig, DeviceSet
+from shark_llm.runtime.runner import Phase, Row
+
+MEMORY_SHARE = 0.5
+"""Of what is free on the CPU, and of what weights leave on a GPU: the most that a default KV cache
+takes."""
+
+
+class IreeRunner:
+    """The ModelRunner over iree.runtime. See `ModelRunner` for the contract."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        devices: DeviceSet,
+        context: Any,
+        functions: dict[str, Any],
+        caches: list[Any],
+        num_pages: int,
+        max_model_len: int,
+    ) -> None:
+        self.page_size = manifest.page_size
+        self.num_pages = num_pages
+        self.vocab_size = manifest.vocab_size
+        self.max_model_len = max_model_len
+        self._entries: dict[Phase, list[EntryPoint]] = {
+            phase: sorted(
+                (e for e in manifest.entry_points if e.phase == phase), key=lambda e: e.batch_size
+            )
+            for phase in ("prefill", "decode")
+        }
+        self.prefill_batch_sizes = tuple(e.batch_size for e in self._entries["prefill"])
+        self.decode_batch_sizes = tuple(e.batch_size for e in self._entries["decode"])
+        self._specs = manifest.caches
+        self._devices = devices
+        self._context = context
+        self._functions = functions
+        self._caches = caches
+
+    def forward(self, phase: Phase, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
+        """One step: logits (B, V) f32 after each row's last token."""
+        entry = self._entry(phase, len(rows))
+        inputs = pack_rows(rows, entry.batch_size, self.page_size, phase)
+        arguments = rt.VmVariantList(len(inputs) + len(self._caches))
+        for array in inputs:
+            arguments.push_ref(self._devices.upload(0, array, "i64"))
+        for cache in self._caches:
+            arguments.push_ref(cache)
+        results = rt.VmVariantList(1 + len(self._caches))
+        self._context.invoke(self._functions[entry.name], arguments, results)
+        logits = results.get_as_object(0, rt.HalBufferView)
+        # The other results are the caches themselves, updated in place.
+        return self._devices.download(logits, (entry.batch_size, self.vocab_size))[: len(rows)]
+
+    def _entry(self, phase: Phase, count: int) -> EntryPoint:
+        for entry in self._entries[phase]:
+            if count <= entry.batch_size:
+                return entry
+        raise AssertionError(f"{count} rows, compiled for {self._entries[phase][-1].batch_size}")
+
+    def poison(self) -> None:
+        """Overwrite all caches with NaN: after this, nothing that a request did not write may count."""
+        for i, spec in enumerate(self._specs):
+            nan = np.full(_cache_shape(spec, self.num_pages), np.nan, DTYPES[spec.dtype][1])
+            self._caches[i] = self._devices.upload(spec.rank, nan, spec.dtype)
+
+    def close(self) -> None:
+        """Free everything, results and views before functions, context and devices."""
+        self._caches.clear()
+        self._functions.clear()
+        self._context = None
+        self._devices.close()
+
+
+def pack_rows(
+    rows: Sequence[Row], batch_size: int, page_size: int, phase: Phase
+) -> tuple[npt.NDArray[np.int64], ...]:
+    """tokens (B, S), start_positions (B), seq_lens (B), page_table (B, T), all i64.
+
+    Tables are padded with page 0. An unused row has length 1 and page 0 alone: it computes one
+    token into the scratch page, so that no softmax is over nothing.
+    """
+    longest = max(len(row.tokens) for row in rows)
+    width = 1 if phase == "decode" else -(-longest // page_size) * page_size
+    table_width = max(len(row.pages) for row in rows)
+    tokens = np.zeros((batch_size, width), np.int64)
+    starts = np.zeros(batch_size, np.int64)
+    lengths = np.ones(batch_size, np.int64)
+    table = np.zeros((batch_size, table_width), np.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row.tokens)] = row.tokens
+        starts[i] = row.start
+        lengths[i] = row.start + len(row.tokens)
+        table[i, : len(row.pages)] = row.pages
+    return tokens, starts, lengths, table
+
+
+def load_runner(
+    bundle: Bundle,
+    config: DeviceConfig,
+    kv_cache_tokens: int | None = None,
+    max_model_len: int | None = None,
+) -> IreeRunner:
+    """Load a bundle on its devices; parameters are mapped, not read.
+
+    `kv_cache_tokens` None takes what fits, `max_model_len` None what the bundle allows. Raises
+    DeviceError for unfit devices, UsageError for limits beyond the bundle's, CapacityError for a
+    cache that does not fit or is too small for one sequence, ArtifactError for a module that does
+    not load.
+    """
+    manifest = bundle.manifest
+    check_device(manifest, config)
+    longest = _max_model_len(manifest, max_model_len)
+    num_pages = _num_pages(manifest, kv_cache_tokens, longest)
+    devices = DeviceSet(config, manifest.tp)
+    try:
+        context, functions = _load_module(bundle, devices)
+        caches = [
+            devices.allocate(spec.rank, _cache_shape(spec, num_pages), spec.dtype)
+            for spec in manifest.caches
+        ]
+    except BaseException:
+        devices.close()
+        raise
+    return IreeRunner(
+        manifest=manifest,
+        devices=devices,
+        context=context,
+        functions=functions,
+        caches=caches,
+        num_pages=num_pages,
+        max_model_len=longest,
+    )
+
+
+def check_device(manifest: Manifest, config: DeviceConfig) -> None:
+    """Raise DeviceError unless the target that the module was compiled for is what runs here."""
+    built, asked = manifest.target.driver, config.driver
+    if built != asked and not (built in CPU_DRIVERS and asked in CPU_DRIVERS):
+        raise DeviceError(
+            f"the bundle was compiled for {manifest.target.name} ({built}), --device is {asked}: "
+            f"serve it with --device {built}, or compile it for another target"
+        )
+    if missing := missing_cpu_features(manifest.target.cpu_features):
+        raise DeviceError(
+            f"the bundle was compiled for a CPU with {', '.join(missing)}, which this one lacks: "
+            "compile it here with --compile-target host, or for x86-64-v3"
+        )
+    config.resolved_ids(manifest.tp)
+
+
+def _max_model_len(manifest: Manifest, asked: int | None) -> int:
+    if asked is not None and asked > manifest.max_model_len:
+        raise UsageError(
+            f"--max-model-len is {asked}; the model allows at most {manifest.max_model_len}"
+        )
+    return asked or manifest.max_model_len
+
+
+def _num_pages(manifest: Manifest, tokens: int | None, longest: int) -> int:
+    """Pages of the pool, scratch page included."""
+    page = manifest.page_size
+    if tokens is None:
+        batch = max(e.batch_size for e in manifest.entry_points if e.phase == "decode")
+        tokens = min(batch * longest, _tokens_that_fit(manifest))
+        if tokens < page:
+            raise CapacityError(
+                f"no memory for a KV cache: one page of {page} tokens takes "
+                f"{page * _bytes_per_token(manifest)} bytes; free memory, or use a smaller model"
+            )
+    elif tokens < page:
+        raise UsageError(f"--kv-cache-tokens is {tokens}; it must be at least one page, {page}")
+    return 1 + tokens // page
+
+
+def _bytes_per_token(manifest: Manifest) -> int:
+    """Of all ranks together."""
+    page_bytes = sum(
+        math.prod(_cache_shape(spec, 1)) * np.dtype(DTYPES[spec.dtype][1]).itemsize
+        for spec in manifest.caches
+    )
+    return page_bytes // manifest.page_size
+
+
+def _tokens_that_fit(manifest: Manifest) -> int:
+    weights = sum(manifest.files[name].size for name in manifest.archives)
+    if manifest.target.memory_bytes is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        free = manifest.target.memory_bytes * manifest.tp
+    return int(MEMORY_SHARE * max(0, free - weights)) // _bytes_per_token(manifest)
+
+
+def _cache_shape(spec: CacheSpec, num_pages: int) -> tuple[int, ...]:
+    return tuple(num_pages if isinstance(dim, str) else dim for dim in spec.shape)
+
+
+def _load_module(bundle: Bundle, devices: DeviceSet) -> tuple[Any, dict[str, Any]]:
+    """A context with the module in it, and its entry points by name."""
+    manifest = bundle.manifest
+    instance = rt.VmInstance()
+    index = rt.ParameterIndex()
+    try:
+        for path in bundle.archives:
+            index.load(str(path))
+        parameters = rt.create_io_parameters_module(
+            instance, index.create_provider(scope=manifest.parameter_scope)
+        )
+        hal = rt.create_hal_module(instance, devices=devices.devices)
+        module = rt.VmModule.mmap(instance, str(bundle.module))
+        context = rt.VmContext(instance, [parameters, hal, module])
+        functions = {e.name: module.lookup_function(e.name) for e in manifest.entry_points}
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise ArtifactError(
+            f"{bundle.module} does not load on {devices.config.driver}: {reason}; rebuild the "
+            "bundle for this machine"
+        ) from error
+    missing = [name for name, function in functions.items() if function is None]
+    if missing:
+        raise ArtifactError(
+            f"{bundle.module} has no entry point {missing[0]}, which its manifest names: rebuild "
+            "the bundle"
+        )
+    return context, functions
