@@ -60,7 +60,9 @@ module("shark_llm.runtime.devices", DeviceConfig=DeviceConfig)
 def open_bundle(directory, **options):
     source = types.SimpleNamespace(name="org/fake", revision=None)
     target = types.SimpleNamespace(driver="local-task")
-    manifest = types.SimpleNamespace(source=source, target=target, eos_token_ids=(1,))
+    manifest = types.SimpleNamespace(
+        source=source, target=target, eos_token_ids=(1,), weights=os.environ.get("WEIGHTS")
+    )
     return types.SimpleNamespace(path=directory, manifest=manifest)
 
 bundle.open_bundle = open_bundle
@@ -200,6 +202,17 @@ def test_a_model_that_cannot_make_a_token_is_refused(tmp_path: Path) -> None:
         assert server.process.stderr is not None
         last = server.process.stderr.read().strip().splitlines()[-1]
         assert last.startswith("shark-serve: error: the model cannot make a token")
+
+
+def test_dummy_weights_are_refused_unless_allowed(tmp_path: Path) -> None:
+    with serve(tmp_path, "--port", "0", ready=False, env={"WEIGHTS": "dummy"}) as server:
+        assert server.wait() == 1
+        assert server.process.stderr is not None
+        (line,) = server.process.stderr.read().splitlines()
+        assert "--allow-dummy-weights" in line
+    flags = ["--port", "0", "--allow-dummy-weights"]
+    with serve(tmp_path, *flags, env={"WEIGHTS": "dummy"}) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def test_a_port_in_use_is_refused_before_loading(tmp_path: Path) -> None:

@@ -21,14 +21,17 @@ from shark_llm.server.chat import chat_completions
 from shark_llm.server.completions import completions
 from shark_llm.server.context import Context
 from shark_llm.server.errors import error_response, request_error_response, shorten
-from shark_llm.server.generate import GenerateRequest, GenerateResponse, generate
+from shark_llm.server.generate import generate
+from shark_llm.server.generate_protocol import GenerateRequest, GenerateResponse
 from shark_llm.server.generation import GenerationFailed
 from shark_llm.server.metrics import Metrics
 from shark_llm.server.openapi import Endpoint, openapi_document
 from shark_llm.server.protocol import (
     ChatCompletionRequest,
-    ChatCompletionResponse,
     CompletionRequest,
+)
+from shark_llm.server.responses import (
+    ChatCompletionResponse,
     CompletionResponse,
     ModelCard,
     ModelList,

@@ -21,11 +21,13 @@ from shark_llm.server.params import check_unsupported, sampling_params
 from shark_llm.server.prompts import encode_chat, special_stops, token_budget
 from shark_llm.server.protocol import (
     CHAT_UNSUPPORTED,
+    ChatCompletionRequest,
+)
+from shark_llm.server.responses import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
-    ChatCompletionRequest,
     ChatCompletionResponse,
     ChatDelta,
     ChatLogprobs,

@@ -20,11 +20,13 @@ from shark_llm.server.params import UNSUPPORTED, check_unsupported, sampling_par
 from shark_llm.server.prompts import checked_ids, encode_text, special_stops, token_budget
 from shark_llm.server.protocol import (
     STREAM_OPTIONS_UNSUPPORTED,
+    CompletionRequest,
+    GenerationRequest,
+)
+from shark_llm.server.responses import (
     CompletionChoice,
     CompletionLogprobs,
-    CompletionRequest,
     CompletionResponse,
-    GenerationRequest,
     Usage,
 )
 from shark_llm.server.state import ServedModel

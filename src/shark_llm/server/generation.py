@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from shark_llm.engine.request import ErrorEvent, Event, FinishEvent, Request, TokenEvent
 from shark_llm.errors import RequestError
 from shark_llm.server.metrics import Metrics
-from shark_llm.server.protocol import PromptTokensDetails, Usage
+from shark_llm.server.responses import (
+    PromptTokensDetails,
+    Usage,
+)
 from shark_llm.server.state import EnginePort
 from shark_llm.server.text_stream import ChoiceSpec, Delta, Finish, PromptLogprobs, TextStream
 from shark_llm.server.tokenizer import PromptTokenizer

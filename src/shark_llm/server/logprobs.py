@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from shark_llm.engine.request import TokenEvent, TokenLogprobs
-from shark_llm.server.protocol import (
+from shark_llm.server.responses import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

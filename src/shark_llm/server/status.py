@@ -13,7 +13,10 @@ from shark_llm.server.body import read_body
 from shark_llm.server.context import Context
 from shark_llm.server.errors import RETRY_AFTER_SECONDS
 from shark_llm.server.params import Strict
-from shark_llm.server.protocol import ModelCard, ModelList
+from shark_llm.server.responses import (
+    ModelCard,
+    ModelList,
+)
 from shark_llm.server.state import ServedModel, ServerState
 
 Status = Literal["ok", "loading", "draining", "dead", "stalled"]
