@@ -11,7 +11,7 @@ import pytest
 from engine_driver import Answer, Driver, alone, make_request
 from fake_runner import FakeRunner
 from shark_llm.engine.core import EngineCore
-from shark_llm.engine.request import Event, Request, SamplingParams
+from shark_llm.engine.request import ErrorEvent, Event, Request, SamplingParams
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.errors import UsageError
 from shark_llm.runtime.runner import Phase, Row
@@ -336,6 +336,32 @@ def test_sink_that_raises_hurts_nobody_else(last: bool) -> None:
     assert good.tokens == driver.runner.greedy(numbers(0, 20), 8)
     assert [event.is_terminal for event in events].count(True) == 1
     assert events[-1].is_terminal
+
+
+def test_sink_that_missed_a_token_is_told_so() -> None:
+    """A sink that raised on its first token saw a normal end after its second, which it missed."""
+    driver = Driver(make_runner())
+    events: list[Event] = []
+
+    def sink(event: Event) -> None:
+        events.append(event)
+        if len(events) == 1:
+            raise RuntimeError("reader is gone")
+
+    driver.core.add(
+        Request(
+            request_id="bad",
+            prompt_ids=(1, 2, 3),
+            sampling=SamplingParams(max_tokens=2, temperature=0),
+            sink=sink,
+        )
+    )
+    while driver.core.has_requests:
+        driver.core.step()  # the first token is sent in the second step, which draws the last one
+    assert len(events) == 2
+    assert events[1] == ErrorEvent(
+        message="the receiver of this request's tokens failed", code="sink_failed"
+    )
 
 
 def test_fifty_aborts_at_every_step() -> None:
