@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from bundles import VERSIONS, publish_sample
+from shark_llm.artifacts import bundle as module
 from shark_llm.artifacts.bundle import check_versions, open_bundle
+from shark_llm.artifacts.manifest import Manifest
 from shark_llm.errors import ArtifactError, VersionMismatchError
 
 RUNTIME = "3.13.2"
@@ -163,3 +166,28 @@ def test_many_faults_are_cut_short(bundle: Path) -> None:
     for path in bundle.glob("model.*"):
         path.unlink()
     assert "model.rank1.irpa is missing; and 1 more; copy it again" in refusal(bundle)
+
+
+def test_a_bundle_that_is_exchanged_while_checked_is_checked_again(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader beside a publisher: files of the old manifest vanish between two checks."""
+    other = publish_sample(tmp_path / "other", tp=3, module=b"new")
+    check = module._check_sizes
+
+    def exchange_first(directory: Path, manifest: Manifest) -> None:
+        if other.exists():
+            bundle.rename(tmp_path / "away")
+            other.rename(bundle)
+        check(directory, manifest)
+
+    monkeypatch.setattr(module, "_check_sizes", exchange_first)
+    assert open_bundle(bundle, runtime_version=RUNTIME).manifest.tp == 3
+
+
+def test_a_file_that_cannot_be_read_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(root: Path, names: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(root / "model.vmfb"))
+
+    monkeypatch.setattr(module, "digest_files", fail)
+    assert "model.vmfb (Input/output error)" in refusal(bundle, "digests")

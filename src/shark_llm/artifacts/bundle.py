@@ -56,19 +56,32 @@ def open_bundle(
     """
     directory = directory.expanduser()
     while True:
+        before = _inode(directory)
         try:
-            inode = directory.stat().st_ino
+            bundle = _open(directory, verify, runtime_version)
         except OSError as error:
-            raise ArtifactError(
-                f"no bundle at {directory} ({error.strerror}): "
-                "check the path, or build it with shark-compile"
-            ) from error
-        try:
-            return _open(directory, verify, runtime_version)
+            if _inode(directory) == before:
+                raise ArtifactError(
+                    f"cannot read {error.filename or directory} ({error.strerror}): "
+                    "copy the bundle again or rebuild it"
+                ) from error
         except ArtifactError:
-            # A publisher may have exchanged the directory while we were reading the old one.
-            if not directory.exists() or directory.stat().st_ino == inode:
+            if _inode(directory) == before:
                 raise
+        else:
+            if _inode(directory) == before:
+                return bundle
+        # A publisher exchanged the directory while it was being checked: check the new one.
+
+
+def _inode(directory: Path) -> int:
+    try:
+        return directory.stat().st_ino
+    except OSError as error:
+        raise ArtifactError(
+            f"no bundle at {directory} ({error.strerror}): "
+            "check the path, or build it with shark-compile"
+        ) from error
 
 
 def check_versions(versions: dict[str, str], *, runtime_version: str | None = None) -> None:
