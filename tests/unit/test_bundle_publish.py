@@ -161,7 +161,9 @@ def test_a_full_disk_is_told_with_both_numbers(tmp_path: Path) -> None:
     ):
         pytest.fail("the block must not run")
     with (  # noqa: PT012
-        pytest.raises(CapacityError, match=r"more than 5 bytes are needed, \d+ are free now"),
+        pytest.raises(
+            CapacityError, match=r"needs more than \d+ bytes, and \d+ were free; nothing"
+        ),
         publish(path) as staging,
     ):
         (staging.path / "model.irpa").write_bytes(b"12345")

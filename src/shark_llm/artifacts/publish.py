@@ -96,7 +96,7 @@ def publish(
     """
     target = out_dir.expanduser().resolve()
     place = _Place(target)
-    written = 0
+    written = free = 0  # when an error strikes
     try:
         place.home.mkdir(parents=True, exist_ok=True)
         with place.locked(on_wait):
@@ -111,16 +111,17 @@ def publish(
                     place.check_replaceable()
                     place.swap(staging.path)
             except OSError:
-                written = sum(path.lstat().st_size for path in staging.path.rglob("*"))
+                written = sum(path.lstat().st_blocks * 512 for path in staging.path.rglob("*"))
+                free = _free_bytes(place.home)
                 raise
             finally:
                 shutil.rmtree(staging.path, ignore_errors=True)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CapacityError(
-                f"no space left for {target}: more than {max(needed_bytes, written)} bytes are "
-                f"needed, {_free_bytes(target)} are free now; nothing was changed: free some space "
-                "or choose another directory"
+                f"no space left for {target}: it needs more than {max(needed_bytes, written)} "
+                f"bytes, and {written + free} were free; nothing was changed: free some space or "
+                "choose another directory"
             ) from error
         # What else the caller's block meets is not ours to explain.
         own = Path(error.filename or target).is_relative_to(target.parent)
