@@ -161,9 +161,7 @@ def test_a_full_disk_is_told_with_both_numbers(tmp_path: Path) -> None:
     ):
         pytest.fail("the block must not run")
     with (  # noqa: PT012
-        pytest.raises(
-            CapacityError, match=r"needs more than \d+ bytes, and \d+ were free"
-        ),
+        pytest.raises(CapacityError, match=r"needs more than \d+ bytes, and \d+ were free"),
         publish(path) as staging,
     ):
         (staging.path / "model.irpa").write_bytes(b"12345")
