@@ -25,7 +25,7 @@ from shark_llm.errors import CheckpointError
 from shark_llm.sharding.archives import archive_entries, identity_of
 from shark_llm.sharding.plan import parameter_key, parameter_shapes
 
-# Below malloc's largest mapping threshold (32 MiB), so that memory can be reused from block to block:
+# Below the 32 MiB from which malloc always maps anew, so that memory can be reused between blocks:
 # reading into fresh mappings took three times as long as into a kept buffer.
 BLOCK_BYTES = 8 << 20
 
