@@ -130,7 +130,7 @@ class Life:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)
-        logger.warning("listening on %s, loading", self.url)
+        logger.info("listening on %s, loading", self.url)
         serving = asyncio.create_task(server.serve(sockets=[self._sock]))
         try:
             return await self._load_and_watch(serving)
@@ -149,7 +149,7 @@ class Life:
             return 1
         if not loading.done():
             self.state.phase, self.state.detail = "draining", "stopped while loading"
-            logger.warning("stopped while loading")
+            logger.info("stopped while loading")
             if self._owns_process:
                 # The loader cannot be interrupted, and leaves nothing that is not complete.
                 _leave_now(0)
@@ -235,7 +235,7 @@ class Life:
 
     async def _drain(self) -> None:
         self.state.phase, self.state.detail = "draining", "finishing running requests"
-        logger.warning(
+        logger.info(
             "shutting down: %d running requests have %g s to finish",
             self.state.num_active,
             self.settings.shutdown_timeout,
