@@ -1,4 +1,4 @@
-"""Trace the model's fragments with torch.export and lower them to plain-tensor MLIR.
+"""Trace the model's fragments with make_fx and lower them to plain-tensor MLIR.
 
 Each fragment is traced once per phase, batch size and distinct local shape, from fake tensors: no
 weight is read, and depth does not matter. The result is one MLIR module of private functions, which
@@ -15,9 +15,13 @@ import torch
 from iree.compiler import ir
 from iree.compiler.extras import fx_importer
 from iree.compiler.passmanager import PassManager
+from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from shark_llm.model import llama
 
 LOWERING = (
     "builtin.module("
@@ -27,8 +31,10 @@ LOWERING = (
 """torch dialect -> linalg on tensors; scaled_dot_product_attention becomes iree_linalg_ext.attention."""
 
 DIM_EXAMPLES = {"seq_pages": 3, "table_pages": 5, "pool_pages": 7}
-"""The dynamic sizes, and the sizes traced with. Distinct, and none of them 1: torch.export would take
-an example of 1, or two dims of equal example size, for a fixed relation."""
+"""The dynamic sizes, and the sizes traced with. None of them is 1, which would be taken as fixed."""
+
+
+FUSED_ATTENTION = llama.fused_attention._opoverload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +107,8 @@ class FragmentLibrary:
     ) -> Fragment:
         """Trace `function(*arguments)`; a name that is there already is traced no second time."""
         if name not in self._fragments:
-            program = _export(function, arguments)
-            self._importer.import_program(program, func_name=name)
+            graph = _trace(function, arguments)
+            self._importer.import_stateless_graph(graph.graph, func_name=name)
             self._fragments[name] = Fragment(
                 name=name, arguments=tuple(arguments), results=tuple(results)
             )
@@ -124,38 +130,37 @@ class FragmentLibrary:
         )
 
 
-class _Fragment(torch.nn.Module):
-    """torch.export takes modules only."""
+def _trace(function: Callable[..., Any], arguments: Sequence[TensorType]) -> fx.GraphModule:
+    """The function as a graph of aten operations over symbolic shapes.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, *arguments: torch.Tensor) -> Any:
-        return self._function(*arguments)
-
-
-def _export(function: Callable[..., Any], arguments: Sequence[TensorType]) -> ExportedProgram:
-    dims = {name: Dim(name, min=1, max=2**20) for name in DIM_EXAMPLES}
-    # One mode for all examples of a trace: fake tensors of two modes do not mix.
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
-        examples = tuple(
-            torch.empty([_example_size(d) for d in a.shape], dtype=a.dtype) for a in arguments
-        )
-    dynamic = tuple(
-        {
-            axis: dims[d.name] if d.multiple == 1 else d.multiple * dims[d.name]
-            for axis, d in enumerate(a.shape)
-            if isinstance(d, DynamicDim)
-        }
-        for a in arguments
-    )
-    program = torch.export.export(
-        _Fragment(function), examples, dynamic_shapes=(dynamic,), strict=False
-    )
-    # An empty table functionalizes and keeps scaled_dot_product_attention whole.
-    return program.run_decompositions({})
+    make_fx directly, not torch.export: fragments mutate nothing and hold nothing, so one pass is
+    enough where torch.export makes several. What it would guard (sizes that must match) is true by
+    construction here: equal dims are one symbol.
+    """
+    shapes = ShapeEnv()
+    sizes = {name: _symbol(shapes, name, size) for name, size in DIM_EXAMPLES.items()}
+    # No memory behind the examples; one mode for all of them, since those of two do not mix.
+    with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True):
+        examples = [
+            torch.empty(
+                [d if isinstance(d, int) else d.multiple * sizes[d.name] for d in a.shape],
+                dtype=a.dtype,
+            )
+            for a in arguments
+        ]
+        graph: fx.GraphModule = make_fx(function, _allow_non_fake_inputs=True)(*examples)
+    for node in graph.graph.find_nodes(op="call_function", target=FUSED_ATTENTION):
+        q, keys, values, mask = node.args
+        node.target = torch.ops.aten.scaled_dot_product_attention.default
+        node.args = (q, keys, values, mask, 0.0, False)
+        node.kwargs = {"scale": 1.0, "enable_gqa": True}
+    graph.graph.eliminate_dead_code()
+    return graph
 
 
-def _example_size(dim: int | DynamicDim) -> int:
-    return DIM_EXAMPLES[dim.name] * dim.multiple if isinstance(dim, DynamicDim) else dim
+def _symbol(shapes: ShapeEnv, name: str, size: int) -> torch.SymInt:
+    source = ConstantSource(name)
+    symbol = shapes.create_symbol(size, source, DimDynamic.DYNAMIC)
+    node = shapes.create_symintnode(symbol, hint=size, source=source)
+    assert isinstance(node, torch.SymInt)
+    return node

@@ -185,11 +185,11 @@ class _Download:
 
     def _complete_partial(self) -> str | None:
         """Append what is missing. Returns the digest of the whole; None: the etag is no digest."""
-        with self._partial.open("ab+") as file:
+        # Unbuffered: a kill loses nothing that has arrived.
+        with self._partial.open("ab+", buffering=0) as file:
             done, digest = self._prefix(file.fileno())
-            fruitless = 0
+            furthest, fruitless = done, 0
             while done < self._size:
-                before = done
                 try:
                     with self._client.read(
                         self._name, self._commit, start=done, num_bytes=self._size
@@ -197,7 +197,7 @@ class _Download:
                         if begin != done:  # ranges are ignored: all over again
                             self._tally.add(-done)
                             file.truncate(0)
-                            done, before, digest = 0, 0, _new_hash(self._etag, self._size)
+                            done, digest = 0, _new_hash(self._etag, self._size)
                         for chunk in chunks:
                             self._stop_if_cancelled()
                             done += len(chunk)
@@ -206,16 +206,16 @@ class _Download:
                                     f"{self._name}: the hub sends more than the {self._size} bytes"
                                     " that it lists: use another hub (HF_ENDPOINT)"
                                 )
-                            file.write(chunk)
+                            _write_all(file.fileno(), chunk)
                             digest.update(chunk)
                             self._tally.add(len(chunk))
-                    reason = UnreachableError("the hub ended its answer early")
+                    if done <= furthest:
+                        raise UnreachableError("the hub's answer brought nothing new")
                 except UnreachableError as error:
-                    reason = error
-                fruitless = 0 if done > before else fruitless + 1
-                if done < self._size and fruitless:
-                    self._wait(fruitless, done, reason)
-            file.flush()
+                    fruitless = 0 if done > furthest else fruitless + 1
+                    if done < self._size:
+                        self._wait(fruitless, done, error)
+                furthest = max(furthest, done)
             os.fsync(file.fileno())
         return digest.hexdigest() if _is_digest(self._etag) else None
 
@@ -237,12 +237,13 @@ class _Download:
 
     def _wait(self, fruitless: int, done: int, reason: UnreachableError) -> None:
         delays = self._client.retry_delays_s
-        if fruitless > len(delays):
+        if fruitless > len(delays) or not delays:
             raise HubError(
                 f"{self._name}: the download stopped at {done} of {self._size} bytes: {reason};"
                 " run the command again to go on from there"
             ) from reason
-        self._cancelled.wait(max(delays[fruitless - 1], reason.retry_after_s or 0.0))
+        delay = delays[max(fruitless, 1) - 1]
+        self._cancelled.wait(max(delay, reason.retry_after_s or 0.0))
         self._stop_if_cancelled()
 
     def _publish(self) -> None:
@@ -260,6 +261,12 @@ class _Download:
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                     raise
         self._blob.replace(self._link)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def _is_digest(etag: str) -> bool:

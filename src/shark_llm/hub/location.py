@@ -78,7 +78,7 @@ def parse_model(text: str, *, revision: str | None = None) -> ModelLocation:
     path = _local_path(text)
     if path is not None and os.path.exists(path):
         return _local_model(text, path, revision)
-    if not text or text[0] in "./~" or path is None:
+    if path is None or text[0] in "./~":
         raise _no_such_path(text, path)
     repo_id, colon, file = text.partition(":")
     if _is_repo_id(repo_id) and not repo_id.endswith(_FILE_SUFFIXES):
@@ -96,7 +96,7 @@ def is_inside(file_name: object) -> bool:
 
 
 def _local_path(text: str) -> Path | None:
-    if "\0" in text:
+    if not text or "\0" in text:  # "" would be the working directory
         return None
     try:
         return Path(text).expanduser()
@@ -120,7 +120,7 @@ def _local_model(text: str, path: Path, revision: str | None) -> LocalModel:
 
 
 def _no_such_path(text: str, path: Path | None) -> UsageError:
-    if path is None or not text:
+    if path is None:
         return UsageError(f"{text!r} names no model: expected {FORMS}")
     wanted = path.absolute()
     nearest = next(parent for parent in wanted.parents if os.path.exists(parent))

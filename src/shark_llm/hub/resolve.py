@@ -17,7 +17,7 @@ When the network is asked:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from shark_llm.hub.download import (
     fetch_files,
     is_cached,
 )
+from shark_llm.hub.listing import gguf_files, refuse_unreadable
 from shark_llm.hub.location import HubModel, LocalModel, ModelLocation, parse_model
 from shark_llm.hub.settings import HubSettings
 
@@ -263,10 +264,10 @@ def _remote_metadata(
         names, path, config = [location.gguf_file], snapshot / location.gguf_file, None
         if location.gguf_file not in listing:
             raise CheckpointError(
-                f"{location.name}: no such file there; {_gguf_files(location.repo_id, listing)}"
+                f"{location.name}: no such file there; {gguf_files(location.repo_id, listing)}"
             )
     else:
-        _refuse_unreadable(location.repo_id, listing)
+        refuse_unreadable(location.repo_id, listing)
         names, path, config = _fetch_small_files(cache, client, commit, listing, settings)
     files = [client.complete(listing[name], commit) for name in names]
     return Metadata(
@@ -316,32 +317,3 @@ def _fetch_small_files(
             f" {', '.join(absent)}; tell its authors, or use another revision"
         )
     return names, snapshot, read_config(snapshot)
-
-
-def _refuse_unreadable(repo_id: str, listing: Mapping[str, RemoteFile]) -> None:
-    """Refuse a repository from the names of its files alone. Raises CheckpointError."""
-    if "config.json" in listing and (INDEX_NAME in listing or SINGLE_NAME in listing):
-        return
-    wanted = f"config.json and {SINGLE_NAME} or {INDEX_NAME}"
-    consolidated = [name for name in listing if name.startswith("consolidated")]
-    pickled = [name for name in listing if name.endswith((".bin", ".pt", ".pth"))]
-    if any(name.endswith(".gguf") for name in listing):
-        raise CheckpointError(f"{repo_id}: {_gguf_files(repo_id, listing)}")
-    if "adapter_config.json" in listing:
-        why = "holds an adapter, no whole model: merge it into its base model"
-    elif consolidated:
-        why = f"has only {', '.join(consolidated)}, in the original layout"
-    elif pickled:
-        why = f"has only pickled weights ({', '.join(pickled)}), which may run code when read"
-    elif "config.json" not in listing:
-        why = "has no config.json"
-    else:
-        why = "has no weights"
-    raise CheckpointError(f"{repo_id}: {why}; the Hugging Face layout is needed: {wanted}")
-
-
-def _gguf_files(repo_id: str, names: Sequence[str] | Mapping[str, RemoteFile]) -> str:
-    files = [name for name in names if name.endswith(".gguf")]
-    if not files:
-        return "the repository has no .gguf file"
-    return f"it holds GGUF files, name one of them: {', '.join(f'{repo_id}:{f}' for f in files)}"

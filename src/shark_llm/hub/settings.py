@@ -25,7 +25,8 @@ class HubSettings:
     timeout_s: float | None = None
     """Longest silence of the hub in seconds. None: HF_HUB_DOWNLOAD_TIMEOUT, else 10."""
     retry_delays_s: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
-    """Waits between attempts that bring nothing, in seconds; one attempt more than waits."""
+    """Waits between attempts in a row that bring nothing, in seconds; one attempt more than waits.
+    After one that brought something, the first wait counts. Empty: no second attempt."""
 
     @property
     def is_offline(self) -> bool:

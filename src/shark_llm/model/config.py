@@ -179,7 +179,9 @@ def _refuse_unknown_keys(hf: Mapping[str, Any]) -> None:
         for key, value in hf.items()
         if key not in READ_KEYS
         and key not in HARMLESS_KEYS
-        and not key.startswith("_")  # by custom notes about the file: _name_or_path, _commit_hash ...
+        and not key.startswith(
+            "_"
+        )  # by custom notes about the file: _name_or_path, _commit_hash ...
         and not _says_nothing(value)
         and not (key in HARMLESS_VALUES and value == HARMLESS_VALUES[key])
     }
