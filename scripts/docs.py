@@ -68,7 +68,10 @@ def _command_section(path: str, command: Any, *, depth: int) -> Iterator[str]:
     for panel, params in panels.items():
         yield from ("", f"**{panel}**", "", "| flag | default | meaning |", "|---|---|---|")
         for param in params:
-            yield f"| {_spelling(param)} | {_default(param)} | {_cell(param.help)} |"
+            meaning = _cell(param.help)
+            if param.envvar:
+                meaning += f" Environment: `{param.envvar}`."
+            yield f"| {_spelling(param)} | {_default(param)} | {meaning} |"
     for name, sub in getattr(command, "commands", {}).items():
         if getattr(sub, "hidden", False):
             continue
