@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Placement
 from shark_llm.export.fragments import DTYPES, FragmentTracer, RankFragments
 from shark_llm.export.linear import LinearForm, LinearLibrary
+from shark_llm.export.pages import PageReaders
 from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
 from shark_llm.export.trace import Fragment, FragmentLibrary, TensorType
 from shark_llm.model.config import ModelConfig
@@ -65,6 +66,9 @@ def export_module(
     lowered = library.lower()
     caches = cache_specs(config, settings, ranks)
     linears = LinearLibrary(form=linear_form, dtype=settings.dtype)
+    readers = PageReaders(
+        dtype=settings.dtype, page_size=settings.page_size, head_dim=config.head_dim
+    )
     composer = _Composer(
         config=config,
         settings=settings,
@@ -72,6 +76,7 @@ def export_module(
         parameters=parameters,
         caches=caches,
         linears=linears,
+        readers=readers,
     )
     functions: list[str] = []
     for entry, of_ranks in zip(entries, fragments, strict=True):
@@ -81,6 +86,7 @@ def export_module(
         lowered.functions,
         *composer.globals(),
         *linears.functions.values(),
+        *readers.functions.values(),
         *functions,
         "}",
         "",
@@ -200,6 +206,7 @@ class _Composer:
     parameters: list[dict[str, LocalParameter]]
     caches: tuple[CacheSpec, ...]
     linears: LinearLibrary
+    readers: PageReaders
 
     @property
     def tp(self) -> int:
@@ -233,11 +240,11 @@ class _Composer:
         body = _Body()
         parameters: list[str] = []
         hidden: list[_Value] = []
-        context: list[tuple[_Value, ...]] = []  # per rank: the five tensors of Step, page table
+        context: list[tuple[_Value, ...]] = []  # per rank: the tensors of Step
         dims = _ChunkDims(body)
         for rank, of_rank in enumerate(fragments):
             values = []
-            types = (of_rank.norm.arguments[0], *of_rank.attend.arguments[3:9])
+            types = (of_rank.norm.arguments[0], *of_rank.prepare.results)
             for i, tensor in enumerate(types):
                 name = f"%r{rank}_{i}"
                 parameters.append(f"{name}: {tensor.mlir()}")
@@ -252,6 +259,12 @@ class _Composer:
                     parameters.append(f"{name}: !hal.buffer_view")
                     views[rank, layer, kind] = name
         pool = body.view_dim(next(iter(views.values())), 0)
+        caches = {
+            key: body.import_tensor(
+                view, fragments[key[0]].write.results[-1], key[0], (pool,), consume=True
+            )
+            for key, view in views.items()
+        }
         for layer in chunk:
             partials = []
             for rank, of_rank in enumerate(fragments):
@@ -259,19 +272,11 @@ class _Composer:
                 q, k, v = (
                     self._linear(body, x, f"blk.{layer}.attn_{name}", rank) for name in "qkv"
                 )
-                cache = of_rank.attend.arguments[-1]
-                caches = [
-                    body.import_tensor(views[rank, layer, kind], cache, rank, (pool,), consume=True)
-                    for kind in ("k", "v")
-                ]
-                mixed, *caches = body.call(
-                    of_rank.attend,
-                    (q, k, v, *context[rank], *caches),
-                    (hidden[rank].dims, (pool,), (pool,)),
+                keys = (rank, layer, "k"), (rank, layer, "v")
+                mixed, caches[keys[0]], caches[keys[1]] = self._attend(
+                    body, of_rank, rank, (q, k, v), context[rank], caches[keys[0]], caches[keys[1]]
                 )
                 partials.append(self._linear(body, mixed, f"blk.{layer}.attn_output", rank))
-                for kind, value in zip(("k", "v"), caches, strict=True):
-                    views[rank, layer, kind] = body.export_tensor(value, rank)
             hidden = self._add(body, fragments, hidden, partials)
             partials = []
             for rank, of_rank in enumerate(fragments):
@@ -281,6 +286,10 @@ class _Composer:
                 (m,) = body.call(of_rank.gate, (g, u), (x.dims,))
                 partials.append(self._linear(body, m, f"blk.{layer}.ffn_down", rank))
             hidden = self._add(body, fragments, hidden, partials)
+        # All imports stand before the first operation and all exports after the last: each of them
+        # between operations would cut the layers into one submission more.
+        for key, cache in caches.items():
+            views[key] = body.export_tensor(cache, key[0])
         results = [h.name for h in hidden] + list(views.values())
         types_out = [h.type.mlir() for h in hidden] + ["!hal.buffer_view"] * len(views)
         return [
@@ -290,6 +299,51 @@ class _Composer:
             f"    util.return {', '.join(results)} : {', '.join(types_out)}",
             "  }",
         ]
+
+    def _attend(
+        self,
+        body: _Body,
+        fragments: RankFragments,
+        rank: int,
+        qkv: tuple[_Value, ...],
+        step: tuple[_Value, ...],
+        k_cache: _Value,
+        v_cache: _Value,
+    ) -> tuple[_Value, _Value, _Value]:
+        """`llama.attend`, with the reading of pages written for the compiler."""
+        pool = k_cache.dims
+        mask, write_pages, read_pages = step[2], step[3], step[5]
+        held: tuple[_Value, ...] = ()
+        if fragments.held_rows is not None:
+            (rows,) = body.call(fragments.held_rows, (write_pages,), ((),))
+            held = (self._read(body, rank, v_cache, rows, fragments.write.arguments[-1], ()),)
+        q, k_cache, v_cache = body.call(
+            fragments.write, (*qkv, *step, k_cache, v_cache, *held), (step[0].dims, pool, pool)
+        )
+        (rows,) = body.call(fragments.rows, (read_pages,), (read_pages.dims,))
+        pages = fragments.mix.arguments[1]
+        keys, values = (
+            self._read(body, rank, cache, rows, pages, read_pages.dims)
+            for cache in (k_cache, v_cache)
+        )
+        (mixed,) = body.call(fragments.mix, (q, keys, values, mask), (qkv[0].dims,))
+        return mixed, k_cache, v_cache
+
+    def _read(
+        self,
+        body: _Body,
+        rank: int,
+        cache: _Value,
+        rows: _Value,
+        result: TensorType,
+        dims: tuple[str, ...],
+    ) -> _Value:
+        batch, heads, pages = result.shape[:3]
+        assert isinstance(batch, int)
+        assert isinstance(heads, int)
+        function = self.readers.function(batch, heads, pages if isinstance(pages, int) else None)
+        fragment = Fragment(name=function, arguments=(cache.type, rows.type), results=(result,))
+        return body.call(fragment, (cache, rows), (dims,))[0]
 
     def _load(self, body: _Body, name: str, rank: int) -> _Value:
         parameter = self.parameters[rank][name]
@@ -372,7 +426,9 @@ class _Composer:
         lengths: list[tuple[_Value, _Value]] = []
         for rank, of_rank in enumerate(fragments):
             local = [v if rank == 0 else body.transfer(v, rank) for v in on_host]
-            step = body.call(of_rank.prepare, local, (seq, seq, (*seq, keys), seq_pages, ()))
+            step = body.call(
+                of_rank.prepare, local, (seq, seq, (*seq, keys), seq_pages, (), (table_pages,))
+            )
             first = body.name("first_row")
             body.emit(
                 f"{first} = arith.constant dense<{self.ranks[rank].vocab.start}> : tensor<i64>"
@@ -382,7 +438,7 @@ class _Composer:
             hidden += body.call(
                 of_rank.embed, (local[0], _Value(first, scalar, ()), table), (rows,)
             )
-            context.append((*step, local[3]))
+            context.append(step)
             lengths.append((local[1], local[2]))
         if self.tp > 1:
             everywhere = self._gather(body, hidden)

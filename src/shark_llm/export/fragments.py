@@ -14,7 +14,7 @@ from shark_llm.artifacts.manifest import EntryPoint
 from shark_llm.export.trace import DynamicDim, Fragment, FragmentLibrary, TensorType
 from shark_llm.model import llama
 from shark_llm.model.config import ModelConfig
-from shark_llm.model.kv_cache import page_elements
+from shark_llm.model.kv_cache import head_rows, page_elements
 from shark_llm.model.llama import AttentionForm
 from shark_llm.sharding.plan import RankShape
 
@@ -30,7 +30,12 @@ class RankFragments:
     prepare: Fragment
     embed: Fragment
     norm: Fragment
-    attend: Fragment
+    rows: Fragment
+    """Of the pages to read."""
+    held_rows: Fragment | None
+    """Of the pages to write, in decode."""
+    write: Fragment
+    mix: Fragment
     gate: Fragment
     add: Fragment
     """Residual stream plus the partial sum of every rank."""
@@ -70,7 +75,7 @@ class FragmentTracer:
         hidden = floats(rows, config.hidden_size)
         angles = floats(n, seq, config.head_dim // 2)
         mask = TensorType(shape=(n, seq, keys), dtype=torch.bool)
-        step = (angles, angles, mask, ints(n, pages), row)
+        step = (angles, angles, mask, ints(n, pages), row, table)
         norm_weight = TensorType(shape=(config.hidden_size,), dtype=dtype)
         embedding = TensorType(shape=(rank.vocab_size, config.hidden_size), dtype=dtype)
         q = floats(rows, rank.num_heads * config.head_dim)
@@ -79,22 +84,26 @@ class FragmentTracer:
         cache = TensorType(shape=(POOL_PAGES, elements), dtype=dtype)
         columns = floats(rows, rank.intermediate_size)
 
-        def attend(
+        heads = rank.num_kv_heads
+        k_pages = TensorType(shape=(n, heads, TABLE_PAGES, page, config.head_dim), dtype=dtype)
+        held = TensorType(shape=(n, heads, 1, page, config.head_dim), dtype=dtype)
+        rotated = floats(n, seq, rank.num_heads, config.head_dim)
+        rows_read = ints(DynamicDim(name="table_pages", multiple=n * heads))
+
+        def write(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            *step, table, k_cache, v_cache = rest
-            return llama.attend(
+            step, (k_cache, v_cache, *held) = rest[:6], rest[6:]
+            return llama.write(
                 config,
                 page,
-                entry.phase,
-                self.form,
                 q,
                 k,
                 v,
                 llama.Step(*step),
-                table,
                 k_cache,
                 v_cache,
+                held[0] if held else None,
             )
 
         trace, name = self.library.trace, entry.name
@@ -117,11 +126,28 @@ class FragmentTracer:
                 (hidden, norm_weight),
                 (hidden,),
             ),
-            attend=trace(
-                f"{name}.attend.{rank.num_heads}.{rank.num_kv_heads}",
-                attend,
-                (q, kv, kv, *step, table, cache, cache),
-                (q, cache, cache),
+            rows=trace(
+                f"{name}.rows.{heads}", lambda p: head_rows(p, heads), (table,), (rows_read,)
+            ),
+            held_rows=None
+            if prefill
+            else trace(
+                f"{name}.held_rows.{heads}",
+                lambda p: head_rows(p, heads),
+                (ints(n, 1),),
+                (ints(n * heads),),
+            ),
+            write=trace(
+                f"{name}.write.{rank.num_heads}.{heads}",
+                write,
+                (q, kv, kv, *step, cache, cache, *(() if prefill else (held,))),
+                (rotated, cache, cache),
+            ),
+            mix=trace(
+                f"{name}.mix.{rank.num_heads}.{heads}",
+                lambda *a: llama.mix(self.form, *a),
+                (rotated, k_pages, k_pages, mask),
+                (q,),
             ),
             gate=trace(
                 f"{name}.gate.{rank.intermediate_size}",

@@ -93,7 +93,6 @@ class EagerModel:
                     k,
                     v,
                     step,
-                    page_table,
                     caches[2 * layer],
                     caches[2 * layer + 1],
                 )

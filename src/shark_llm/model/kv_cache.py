@@ -34,7 +34,10 @@ def write_token(
     values: torch.Tensor,
     page_size: int,
 ) -> torch.Tensor:
-    """Write one token a row: cache (P, K*L*D), pages and offsets (N) i64, values (N, K, D) -> cache."""
+    """Write one token a row: cache (P, K*L*D), pages and offsets (N) i64, values (N, K, D) -> cache.
+
+    The rest of the page stays as it is.
+    """
     n, k, d = values.shape
     heads = torch.arange(k)[None, :].expand(n, k)  # (N, K)
     view = cache.view(-1, k, page_size, d)  # (P, K, L, D)
@@ -42,10 +45,38 @@ def write_token(
     return view.index_put(index, values.to(cache.dtype)).view(cache.shape)
 
 
-def read_pages(
-    cache: torch.Tensor, page_table: torch.Tensor, num_kv_heads: int, page_size: int
+def write_last_token(
+    cache: torch.Tensor,
+    pages: torch.Tensor,
+    offsets: torch.Tensor,
+    values: torch.Tensor,
+    held: torch.Tensor,
 ) -> torch.Tensor:
-    """All tokens of every row's pages: cache (P, K*L*D), page_table (N, T) i64 -> (N, T, K, L, D)."""
-    n, t = page_table.shape
-    rows = cache.index_select(0, page_table.reshape(-1))  # (N*T, K*L*D)
-    return rows.view(n, t, num_kv_heads, page_size, -1)
+    """Write one token a row and zero all that follows it in its page, whatever was there.
+
+    cache (P, K*L*D), pages and offsets (N) i64, values (N, K, D), held (N, K, 1, L, D): what the pages
+    hold now -> cache.
+    """
+    n, k, _, page_size, d = held.shape
+    slots = torch.arange(page_size)[None, None, :, None]  # (1, 1, L, 1)
+    offset = offsets[:, None, None, None]
+    fresh = torch.where(slots == offset, values[:, :, None, :].to(cache.dtype), 0)
+    page = torch.where(slots < offset, held[:, :, 0], fresh)  # (N, K, L, D)
+    return cache.index_put((pages,), page.reshape(n, k * page_size * d))
+
+
+def head_rows(pages: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Where the pages' heads lie in the cache seen as (P*K, L*D): (N, T) i64 -> (N*K*T) i64."""
+    heads = torch.arange(num_kv_heads)[None, :, None]
+    return (pages[:, None, :] * num_kv_heads + heads).reshape(-1)
+
+
+def read_rows(
+    cache: torch.Tensor, rows: torch.Tensor, batch_size: int, num_kv_heads: int, page_size: int
+) -> torch.Tensor:
+    """Pages head by head: cache (P, K*L*D), rows (N*K*T) of `head_rows` -> (N, K, T, L, D).
+
+    Modules read through `export/pages.py`, which copies whole rows.
+    """
+    row = cache.view(cache.shape[0] * num_kv_heads, -1).index_select(0, rows)  # (N*K*T, L*D)
+    return row.view(batch_size, num_kv_heads, -1, page_size, row.shape[1] // page_size)

@@ -24,7 +24,13 @@ from typing import Literal, NamedTuple
 import torch
 
 from shark_llm.model.config import ModelConfig
-from shark_llm.model.kv_cache import read_pages, write_pages, write_token
+from shark_llm.model.kv_cache import (
+    head_rows,
+    read_rows,
+    write_last_token,
+    write_pages,
+    write_token,
+)
 from shark_llm.model.rope import attention_scaling, cos_sin, rotate, turn_fractions
 
 Phase = Literal["prefill", "decode"]
@@ -39,6 +45,7 @@ class Step(NamedTuple):
     mask: torch.Tensor  # (N, S, T*L) bool: query may see key
     write_pages: torch.Tensor  # prefill (N, S/L), decode (N, 1) i64
     write_offsets: torch.Tensor  # (N) i64, place in the page (used by decode)
+    read_pages: torch.Tensor  # (N, T) i64, pages that hold what the row may see
 
 
 def prepare(
@@ -68,7 +75,11 @@ def prepare(
     index = torch.div(first, page_size, rounding_mode="floor")  # (N, S/L) or (N, 1)
     held = torch.gather(page_table, 1, torch.clamp(index, max=t - 1))
     pages = torch.where(first < seq_lens[:, None], held, 0)
-    return Step(cos, sin, mask, pages, torch.remainder(start_positions, page_size))
+    # Pages past the row's end may hold anything, NaN included. Their weight is 0, but 0 * NaN is NaN:
+    # the row's first page is read in their place.
+    starts = torch.arange(t)[None, :] * page_size
+    readable = torch.where(starts < seq_lens[:, None], page_table, page_table[:, :1])
+    return Step(cos, sin, mask, pages, torch.remainder(start_positions, page_size), readable)
 
 
 def embed(tokens: torch.Tensor, first_row: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -98,7 +109,6 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     step: Step,
-    page_table: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,49 +116,82 @@ def attend(
 
     q (M, A*D), k and v (M, K*D), all f32 -> (M, A*D) f32 and both caches.
     """
-    n, d = page_table.shape[0], config.head_dim
+    n, heads = step.read_pages.shape[0], k.shape[1] // config.head_dim
+
+    def read(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        return read_rows(cache, head_rows(pages, heads), n, heads, page_size)
+
+    held = read(v_cache, step.write_pages) if phase == "decode" else None
+    q, k_cache, v_cache = write(config, page_size, q, k, v, step, k_cache, v_cache, held)
+    keys, values = read(k_cache, step.read_pages), read(v_cache, step.read_pages)
+    return mix(form, q, keys, values, step.mask), k_cache, v_cache
+
+
+def write(
+    config: ModelConfig,
+    page_size: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    step: Step,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    held: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first part of `attend`: rotate, write to the cache.
+
+    After it no slot that `step.read_pages` reaches holds what nobody wrote: prefill writes whole pages,
+    decode zeroes what follows the token. `held`, in decode, is what the pages to write hold of v,
+    (N, K, 1, L, D); None in prefill. Returns the rotated q (N, S, A, D) f32 and both caches.
+    """
+    n, d = step.read_pages.shape[0], config.head_dim
     q = q.view(n, -1, q.shape[1] // d, d)  # (N, S, A, D)
     k = k.view(n, -1, k.shape[1] // d, d)  # (N, S, K, D)
     v = v.view(n, -1, v.shape[1] // d, d)
     cos, sin = step.cos[:, :, None, :], step.sin[:, :, None, :]
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    if phase == "prefill":
+    if held is None:
         k_cache = write_pages(k_cache, step.write_pages, k, page_size)
         v_cache = write_pages(v_cache, step.write_pages, v, page_size)
     else:
         place = (step.write_pages[:, 0], step.write_offsets)
         k_cache = write_token(k_cache, *place, k[:, 0], page_size)
-        v_cache = write_token(v_cache, *place, v[:, 0], page_size)
-    keys = read_pages(k_cache, page_table, k.shape[2], page_size)  # (N, T, K, L, D)
-    values = read_pages(v_cache, page_table, k.shape[2], page_size)
-    attend_to = _attend_matmul if form == "matmul" else _attend_fused
-    mixed = attend_to(q * d**-0.5, keys, values, step.mask)  # (M, A*D)
-    return mixed, k_cache, v_cache
+        v_cache = write_last_token(v_cache, *place, v[:, 0], held)
+    return q, k_cache, v_cache
+
+
+def mix(
+    form: AttentionForm,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """The second part of `attend`: softmax(q k^T / sqrt(D)) v.
+
+    q (N, S, A, D) f32, keys and values (N, K, T, L, D), mask (N, S, T*L) -> (M, A*D) f32. Masked keys
+    may be anything, masked values must be finite.
+    """
+    return (_attend_matmul if form == "matmul" else _attend_fused)(q, keys, values, mask)
 
 
 def _attend_matmul(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """softmax(q k^T) v as plain operations.
-
-    q (N, S, A, D) f32, keys and values (N, T, K, L, D), mask (N, S, T*L) -> (M, A*D) f32.
-    """
+    """As plain operations: shapes as in `mix`."""
     n, s, a, d = q.shape
-    _, t, k, page, _ = keys.shape
+    _, k, t, page, _ = keys.shape
     g = a // k
     q = q.view(n, s, k, g, d).permute(0, 2, 1, 3, 4).reshape(n * k, s * g, d)  # (N*K, S*G, D)
-    keys = keys.transpose(1, 2).reshape(n * k, t * page, d)  # (N*K, T*L, D)
-    values = values.transpose(1, 2)  # (N, K, T, L, D)
+    keys = keys.reshape(n * k, t * page, d)
     # Transpose before widening: so the compiler folds the widening into the product.
     scores = torch.bmm(q, keys.transpose(1, 2).to(torch.float32)).view(n, k, s, g, t * page)
-    scores = torch.where(mask[:, None, :, None, :], scores, float("-inf"))
+    scores = torch.where(mask[:, None, :, None, :], scores * d**-0.5, float("-inf"))
     peak = scores.amax(-1, keepdim=True)
     weights = (scores - peak).exp()  # every query sees at least one key: peak is finite
     total = weights.sum(-1, keepdim=True)
-    # Whatever lies in slots nobody wrote (NaN included) must not reach the sum: 0 * NaN is NaN.
-    seen = mask.any(1).view(n, 1, t, page, 1)
-    values = torch.where(seen, values, 0).reshape(n * k, t * page, d)
-    mixed = torch.bmm(weights.view(n * k, s * g, t * page), values.to(torch.float32))
+    values = values.reshape(n * k, t * page, d).to(torch.float32)
+    mixed = torch.bmm(weights.view(n * k, s * g, t * page), values)
     mixed = mixed.view(n, k, s, g, d) / total
     return mixed.permute(0, 2, 1, 3, 4).reshape(n * s, a * d)
 
@@ -156,34 +199,23 @@ def _attend_matmul(
 def _attend_fused(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
-    """The same through scaled_dot_product_attention, which GPU targets have a tuned kernel for."""
+    """Through scaled_dot_product_attention, which GPU targets have a tuned kernel for."""
     n, s, a, d = q.shape
-    _, t, k, page, _ = keys.shape
+    _, k, t, page, _ = keys.shape
+    # Scores of masked keys are replaced before the maximum in some kernels and added to -inf in others:
+    # the keys must be finite here.
     seen = mask.any(1).view(n, 1, t, page, 1)
-    keys = torch.where(seen, keys.transpose(1, 2), 0).reshape(n, k, t * page, d)
-    values = torch.where(seen, values.transpose(1, 2), 0).reshape(n, k, t * page, d)
-    mixed = fused_attention(q.transpose(1, 2).to(keys.dtype), keys, values, mask[:, None])
+    keys = torch.where(seen, keys, 0).reshape(n, k, t * page, d)
+    values = values.reshape(n, k, t * page, d)
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        (q * d**-0.5).transpose(1, 2).to(keys.dtype),
+        keys,
+        values,
+        mask[:, None],
+        scale=1.0,
+        enable_gqa=True,
+    )  # (N, A, S, D)
     return mixed.transpose(1, 2).reshape(n * s, a * d).to(torch.float32)
-
-
-@torch.library.custom_op("shark_llm::attention", mutates_args=())
-def fused_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """scaled_dot_product_attention as one operation that tracing does not take apart.
-
-    q (N, A, S, D), already scaled, keys and values (N, K, T*L, D), mask (N, 1, S, T*L) bool.
-    """
-    return torch.nn.functional.scaled_dot_product_attention(
-        q, keys, values, mask, scale=1.0, enable_gqa=True
-    )
-
-
-@fused_attention.register_fake
-def _(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    return torch.empty_like(q)
 
 
 def gate(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

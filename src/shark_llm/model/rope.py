@@ -109,5 +109,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
     x: (..., 2F) f32; cos, sin: broadcastable to (..., F).
     """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    # Per pair a product with a 2x2 matrix: one pass over x, where halves put side by side would be
+    # copied. The matrices are the same for all layers, and computed once.
+    rotation = torch.stack(
+        (torch.stack((cos, -sin), dim=-2), torch.stack((sin, cos), dim=-2)), dim=-3
+    )  # (..., to, from, F)
+    pairs = x.unflatten(-1, (2, x.shape[-1] // 2))
+    return (rotation * pairs.unsqueeze(-3)).sum(-2).flatten(-2)
