@@ -2,7 +2,8 @@
 
 Everything goes through the session of `huggingface_hub`, which knows proxies, certificates and the
 offline switch. That client's own download starts a file over after a kill; ours resumes it
-(`download.py`), so only listings and sizes are asked for by its API.
+(`download.py`), so only listings and sizes are asked for by its API. Files that the hub keeps in
+Xet storage come over plain HTTP too, by the address that it gives to clients without Xet.
 """
 
 from __future__ import annotations
