@@ -22,6 +22,7 @@ from shark_llm.errors import CapacityError, DeviceError
 DRIVERS = ("local-task", "local-sync", "hip", "cuda")
 CPU_DRIVERS = ("local-task", "local-sync")
 Allocator = Literal["default", "caching"]
+Staging = Literal["auto", "always"]
 DTYPES: dict[str, tuple[Any, npt.DTypeLike]] = {
     "i64": (rt.HalElementType.SINT_64, np.int64),
     "f32": (rt.HalElementType.FLOAT_32, np.float32),
@@ -39,6 +40,9 @@ class DeviceConfig:
     """One per rank; None: 0, 1, 2 ..."""
     allocator: Allocator = "default"
     """`caching` keeps freed buffers for the next step: for long prefills on GPUs."""
+    staging: Staging = "auto"
+    """How results come back. auto: mapped where the host sees the device's memory, else copied through
+    a host buffer that is kept for the next time; always: through the host buffer."""
     cpu_threads: int | None = None
     """Worker threads of all local-task devices together; None: one per core."""
 
@@ -69,6 +73,7 @@ class DeviceSet:
         ids = config.resolved_ids(tp)
         self.config = config
         self.devices: list[Any] = []
+        self._staging: dict[tuple[int, int], Any] = {}  # (rank, bytes) -> host buffer
         if config.driver in CPU_DRIVERS:
             self._open_cpu(tp)
         else:
@@ -138,13 +143,35 @@ class DeviceSet:
             ) from error
         return rt.HalBufferView(buffer, list(shape), element_type)
 
-    def download(self, view: Any, shape: Sequence[int]) -> npt.NDArray[np.float32]:
-        """The f32 contents of a result, copied to the host."""
-        mapped = view.map().asarray(list(shape), np.dtype(np.float32))
-        return np.array(mapped, copy=True)
+    def download(self, rank: int, view: Any, shape: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The f32 contents of a result on the rank's device, as host memory of our own."""
+        buffer = view.get_buffer()
+        visible = buffer.memory_type() & int(rt.MemoryType.HOST_VISIBLE)
+        if self.config.staging == "always" or not visible:
+            buffer = self._staged(rank, buffer, view.byte_length)
+        num_bytes = math.prod(shape) * np.dtype(np.float32).itemsize
+        flat = buffer.map().asarray([buffer.byte_length()], np.dtype(np.uint8))
+        return flat[:num_bytes].view(np.float32).reshape(tuple(shape)).copy()
+
+    def _staged(self, rank: int, source: Any, num_bytes: int) -> Any:
+        """Copy a device buffer into this rank's host buffer, wait for it, and return that."""
+        device = self.devices[rank]
+        target = self._staging.get((rank, num_bytes))
+        if target is None:
+            target = device.allocator.allocate_buffer(
+                memory_type=rt.MemoryType.HOST_LOCAL | rt.MemoryType.DEVICE_VISIBLE,
+                allowed_usage=rt.BufferUsage.TRANSFER | rt.BufferUsage.MAPPING,
+                allocation_size=num_bytes,
+            )
+            self._staging[rank, num_bytes] = target
+        done = device.create_semaphore(0)
+        device.queue_copy(source, target, [], [(done, 1)])
+        done.wait(1)
+        return target
 
     def close(self) -> None:
-        """Release the devices. Idempotent."""
+        """Release buffers, then the devices. Idempotent."""
+        self._staging.clear()
         self.devices.clear()
 
 

@@ -72,7 +72,7 @@ class IreeRunner:
         self._context.invoke(self._functions[entry.name], arguments, results)
         logits = results.get_as_object(0, rt.HalBufferView)
         # The other results are the caches themselves, updated in place.
-        return self._devices.download(logits, (entry.batch_size, self.vocab_size))[: len(rows)]
+        return self._devices.download(0, logits, (entry.batch_size, self.vocab_size))[: len(rows)]
 
     def _entry(self, phase: Phase, count: int) -> EntryPoint:
         for entry in self._entries[phase]:
