@@ -108,7 +108,11 @@ class FragmentLibrary:
         """Trace `function(*arguments)`; a name that is there already is traced no second time."""
         if name not in self._fragments:
             graph = _trace(function, arguments)
-            self._importer.import_stateless_graph(graph.graph, func_name=name)
+            imported = self._importer.import_stateless_graph(graph.graph, func_name=name)
+            # Sizes that differ never broadcast. Without this every dynamic size might be a 1 to be
+            # broadcast, and is looked up element by element.
+            with self._context:
+                imported.attributes["torch.assume_strict_symbolic_shapes"] = ir.UnitAttr.get()
             self._fragments[name] = Fragment(
                 name=name, arguments=tuple(arguments), results=tuple(results)
             )

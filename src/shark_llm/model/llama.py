@@ -207,15 +207,29 @@ def _attend_fused(
     seen = mask.any(1).view(n, 1, t, page, 1)
     keys = torch.where(seen, keys, 0).reshape(n, k, t * page, d)
     values = values.reshape(n, k, t * page, d)
-    mixed = torch.nn.functional.scaled_dot_product_attention(
-        (q * d**-0.5).transpose(1, 2).to(keys.dtype),
-        keys,
-        values,
-        mask[:, None],
-        scale=1.0,
-        enable_gqa=True,
-    )  # (N, A, S, D)
+    q = (q * d**-0.5).transpose(1, 2).to(keys.dtype)
+    mixed = fused_attention(q, keys, values, mask[:, None])  # (N, A, S, D)
     return mixed.transpose(1, 2).reshape(n * s, a * d).to(torch.float32)
+
+
+@torch.library.custom_op("shark_llm::attention", mutates_args=())
+def fused_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """scaled_dot_product_attention as one operation that tracing does not take apart.
+
+    q (N, A, S, D), already scaled, keys and values (N, K, T*L, D), mask (N, 1, S, T*L) bool.
+    """
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, keys, values, mask, scale=1.0, enable_gqa=True
+    )
+
+
+@fused_attention.register_fake
+def _(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    return torch.empty_like(q)
 
 
 def gate(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
