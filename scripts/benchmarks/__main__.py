@@ -1,0 +1,196 @@
+"""scripts/bench: measure this project beside llama.cpp on this machine, and keep what came out."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import builds, machine, page, peers, results, serving, steps, tables
+from benchmarks.load import LoadError
+from benchmarks.peers import PeerError
+from benchmarks.results import Result
+from benchmarks.servers import ServerError
+from benchmarks.steps import Setup, Shape
+from benchmarks.worker import WorkerError
+from shark_llm.errors import SharkError
+
+BENCHMARKS = {
+    "decode": "one decode step, by batch size",
+    "prefill": "one prefill, by prompt length",
+    "context": "one decode step, by length of context",
+    "serve": "shark-serve under load, beside its own module",
+    "start": "shark-serve from the start of its process to the first token",
+    "build": "shark-compile from the checkpoint to a verified bundle",
+}
+STANDARD = ("decode", "prefill", "context", "serve")
+RESULTS = peers.CACHE / "results"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of scripts/bench."""
+    top = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    commands = top.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, text in BENCHMARKS.items():
+        _add_options(commands.add_parser(name, help=text, description=text), name)
+    standard = f"{', '.join(STANDARD)}, in turn and with their defaults"
+    every = commands.add_parser("all", help=standard, description=standard)
+    _add_common(every, rounds=None)
+    every.add_argument(
+        "--keep", action="store_true", help="put the results into docs/performance.md at the end"
+    )
+    text = "write the tables of docs/performance.md from the results in docs/performance"
+    render = commands.add_parser("render", help=text, description=text)
+    render.add_argument("results", nargs="*", type=Path, help="results to keep there first")
+    return top
+
+
+def _add_options(command: argparse.ArgumentParser, name: str) -> None:
+    add = command.add_argument
+    rounds = {"serve": 3, "start": 5, "build": 1}.get(name, 7)
+    _add_common(command, rounds=rounds)
+    if name != "build":
+        add("--bundle", type=Path, help="a bundle to measure instead of building one")
+        add("--device", choices=("local-task", "local-sync"), default="local-task")
+    if name in ("decode", "context", "serve", "prefill"):
+        steps_of_round = 6 if name == "prefill" else 16
+        add("--steps", type=_positive, default=steps_of_round, help="counted steps of a round")
+    if name == "decode":
+        add("--batch", type=_positive, nargs="+", default=[1, 4, 8])
+        add("--context", type=_positive, default=128, help="tokens behind each row")
+    if name == "prefill":
+        add("--tokens", type=_positive, nargs="+", default=[128], help="tokens of a prompt")
+        add("--batch", type=_positive, nargs="+", default=[1])
+    if name == "context":
+        add("--context", type=_positive, nargs="+", default=[128, 1024, 4000])
+        add("--batch", type=_positive, nargs="+", default=[1])
+    if name == "serve":
+        add("--concurrency", type=_positive, nargs="+", default=[1, 4, 8], help="streams")
+        add("--prompt-tokens", type=_positive, default=128)
+        add("--max-tokens", type=_positive, default=64)
+        add("--per-stream", type=_positive, default=2, help="requests of a stream in a round")
+    if name in ("serve", "start"):
+        add("--llama-server", action="store_true", help="also measure llama-server (builds it)")
+
+
+def _add_common(command: argparse.ArgumentParser, *, rounds: int | None) -> None:
+    add = command.add_argument
+    add("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="of both sides")
+    add("--cores", type=_positive, nargs="+", default=[1, 2], help="how many cores, in turn")
+    add("--rounds", type=_positive, default=rounds, help="of each side, in alternation")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def measure(options: argparse.Namespace, command: str) -> Path:
+    """Run one benchmark; returns the file of its result."""
+    where, started = machine.facts(), machine.now()
+    extra: dict[str, Any] = {}
+    versions = machine.versions()
+    if options.benchmark == "build":
+        extra["timings"] = builds.measure(options.dtype, options.cores, options.rounds)
+    else:
+        setup = Setup(
+            bundle=options.bundle or peers.bundle(options.dtype),
+            dtype=options.dtype,
+            device=options.device,
+            rounds=options.rounds,
+            steps=getattr(options, "steps", 1),
+        )
+        if options.benchmark in ("serve", "start"):
+            extra = _measure_servers(setup, options)
+        else:
+            measured = steps.measure(setup, shapes(options), options.cores)
+            extra = {"steps": measured.cases, "bandwidth": measured.bandwidth}
+            versions |= measured.versions
+    result = Result(
+        benchmark=options.benchmark,
+        command=command,
+        started=started,
+        commit=machine.commit(),
+        model="SmolLM2-135M-Instruct",
+        dtype=options.dtype,
+        machine=where,
+        versions=versions,
+        **extra,
+    )
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    path = RESULTS / f"{options.benchmark}-{options.dtype}-{stamp}.json"
+    results.write(result, path)
+    text = tables.section(result)
+    path.with_suffix(".md").write_text(text)
+    print(f"\n{text}\nbench: the samples are in {path.relative_to(peers.ROOT)}", flush=True)
+    return path
+
+
+def shapes(options: argparse.Namespace) -> list[Shape]:
+    """The steps that decode, prefill or context measures."""
+    if options.benchmark == "decode":
+        return [Shape(phase="decode", batch=n, context=options.context) for n in options.batch]
+    phase, lengths = (
+        ("prefill", "tokens") if options.benchmark == "prefill" else ("decode", "context")
+    )
+    return [
+        Shape(phase="prefill" if phase == "prefill" else "decode", batch=n, context=length)
+        for n in options.batch
+        for length in getattr(options, lengths)
+    ]
+
+
+def _measure_servers(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+    llama_server = peers.llama_server() if options.llama_server else None
+    if options.benchmark == "start":
+        return {"timings": serving.start(setup, options.cores, llama_server=llama_server)}
+    traffic = serving.Traffic(
+        concurrency=tuple(options.concurrency),
+        prompt_tokens=options.prompt_tokens,
+        max_tokens=options.max_tokens,
+        per_stream=options.per_stream,
+    )
+    served = serving.measure(setup, traffic, options.cores, llama_server=llama_server)
+    return {"serve": served}
+
+
+def run(arguments: Sequence[str]) -> None:
+    """What the command line says."""
+    options = parser().parse_args(arguments)
+    if options.benchmark == "render":
+        page.keep(options.results)
+        page.write()
+        return
+    if options.benchmark != "all":
+        measure(options, shlex.join(["scripts/bench", *arguments]))
+        return
+    given = ["--dtype", options.dtype, "--cores", *map(str, options.cores)]
+    given += ["--rounds", str(options.rounds)] if options.rounds else []
+    made = []
+    for name in STANDARD:
+        each = [name, *given]
+        made.append(measure(parser().parse_args(each), shlex.join(["scripts/bench", *each])))
+    if options.keep:
+        page.keep(made)
+        page.write()
+
+
+def main() -> None:
+    """One line per error, as the project's own commands."""
+    try:
+        run(sys.argv[1:])
+    except (SharkError, PeerError, WorkerError, ServerError, LoadError) as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        sys.exit(2 if getattr(error, "exit_code", 1) == 2 else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""llama.cpp, built for this CPU in an environment of its own, and the model in its format.
+
+Everything lies in .cache/bench. The source comes from the sdist of llama-cpp-python, which carries
+llama.cpp; pip's own settings say from which index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import model as demo_model  # scripts/model.py: fetches the model that everything here uses
+
+from benchmarks.worker import Worker
+from shark_llm.artifacts.cpu import host_cpu_features
+from shark_llm.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / ".cache" / "bench"
+LLAMA_CPP_PYTHON = "0.3.36"
+CMAKE_FLAGS = ("-DGGML_NATIVE=ON", "-DCMAKE_BUILD_TYPE=Release")
+ENVIRONMENT = CACHE / "llama.cpp"
+PYTHON = ENVIRONMENT / "bin" / "python"
+SERVER = ENVIRONMENT / "bin" / "llama-server"
+TRIAD_FLAGS = ("-O3", "-march=native", "-ffast-math", "-shared", "-fPIC")
+
+
+class PeerError(Exception):
+    """A peer could not be built; the message names the log or the remedy."""
+
+
+def llama_cpp() -> Path:
+    """The Python that has llama-cpp-python; the first call builds its environment (minutes)."""
+    made_from = "\n".join([LLAMA_CPP_PYTHON, *CMAKE_FLAGS, *sorted(host_cpu_features())])
+    stamp = ENVIRONMENT / "stamp"
+    if stamp.exists() and stamp.read_text() == made_from:
+        return PYTHON
+    print(f"bench: building llama-cpp-python {LLAMA_CPP_PYTHON} for this CPU (minutes)", flush=True)
+    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+    log = CACHE / "llama.cpp.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_bytes(b"")
+    _run([sys.executable, "-m", "venv", str(ENVIRONMENT)], log)
+    install = [str(PYTHON), "-m", "pip", "install", "--no-input", "--no-cache-dir"]
+    install += ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
+    _run(install, log, CMAKE_ARGS=" ".join(CMAKE_FLAGS))
+    stamp.write_text(made_from)
+    return PYTHON
+
+
+def llama_server() -> Path:
+    """The llama-server of the same source and flags; built by the first call (minutes)."""
+    python = llama_cpp()
+    if SERVER.exists():
+        return SERVER
+    print("bench: building llama-server from the same source (minutes)", flush=True)
+    log, room = CACHE / "llama-server.log", ENVIRONMENT / "source"
+    log.write_bytes(b"")
+    shutil.rmtree(room, ignore_errors=True)
+    download = [
+        str(python),
+        "-m",
+        "pip",
+        "download",
+        "--no-input",
+        "--no-deps",
+        "--dest",
+        str(room),
+    ]
+    download += ["--no-binary", ":all:", f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
+    _run(download, log)
+    (sdist,) = room.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(room, filter="data")
+    (source,) = room.glob("*/vendor/llama.cpp")
+    build = room / "build"
+    static = ["-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF"]
+    static += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
+    _run(["cmake", "-S", str(source), "-B", str(build), *CMAKE_FLAGS, *static], log)
+    jobs = str(len(os.sched_getaffinity(0)))
+    _run(["cmake", "--build", str(build), "--target", "llama-server", "--parallel", jobs], log)
+    shutil.copy2(build / "bin" / "llama-server", SERVER)
+    shutil.rmtree(room)
+    return SERVER
+
+
+def gguf(dtype: str) -> Path:
+    """The model with matrices in `dtype`, as GGUF; made from the published Q4_1 by llama.cpp."""
+    demo_model.fetch()
+    path = CACHE / "gguf" / f"{demo_model.MODEL.stem.removesuffix('.Q4_1')}.{dtype}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cpus = sorted(os.sched_getaffinity(0))
+        with Worker("llama_worker", python=llama_cpp(), cpus=cpus) as worker:
+            worker.call("convert", source=str(demo_model.MODEL), destination=str(path), dtype=dtype)
+    return path
+
+
+def triad_library() -> Path:
+    """The compiled kernels of triad.c."""
+    source = Path(__file__).with_name("triad.c")
+    made_from = (
+        source.read_bytes() + "\n".join([*TRIAD_FLAGS, *sorted(host_cpu_features())]).encode()
+    )
+    library = CACHE / f"triad-{hashlib.sha256(made_from).hexdigest()[:12]}.so"
+    if not library.exists():
+        compiler = shutil.which("cc")
+        if compiler is None:
+            raise PeerError("no C compiler (cc) for the memory bandwidth's kernel: install one")
+        library.parent.mkdir(parents=True, exist_ok=True)
+        staged = library.with_suffix(".part")
+        _run([compiler, *TRIAD_FLAGS, str(source), "-o", str(staged)], CACHE / "triad.log")
+        staged.replace(library)
+    return library
+
+
+def bundle(dtype: str) -> Path:
+    """Our bundle of the same model; shark-compile itself finds what it can reuse."""
+    demo_model.fetch()
+    path = CACHE / "bundles" / dtype
+    print(f"bench: shark-compile --dtype {dtype}", flush=True)
+    code = subprocess.run(compile_command(dtype, path, CACHE / "dev" / dtype), cwd=ROOT).returncode
+    if code != 0:
+        raise PeerError(f"shark-compile ended with exit code {code}; its message is above")
+    return path
+
+
+def compile_command(dtype: str, bundle_dir: Path, dev_dir: Path) -> list[str]:
+    """shark-compile for this CPU, with the entry points that the benchmarks use."""
+    command = [str(Path(sys.executable).with_name("shark-compile")), "--compile-target", "host"]
+    command += ["--hf-model", str(demo_model.MODEL), "--dtype", dtype]
+    command += ["--output-artifacts-dir", str(bundle_dir)]
+    return [*command, "--output-dev-artifacts-dir", str(dev_dir)]
+
+
+def check_dtype(bundle_dtype: str, asked: str) -> None:
+    """Raises UsageError when a bundle given by hand is not of the precision to compare at."""
+    if bundle_dtype != asked:
+        raise UsageError(f"the bundle is in {bundle_dtype}, --dtype is {asked}: they must be equal")
+
+
+def _run(command: list[str], log: Path, **environment: str) -> None:
+    with log.open("ab") as output:
+        code = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+        ).returncode
+    if code != 0:
+        lines = log.read_text(errors="replace").splitlines()[-15:]
+        shown = log.relative_to(ROOT)
+        raise PeerError("\n".join([*lines, f"{command[0]} failed ({code}); the log is {shown}"]))
