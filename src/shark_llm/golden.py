@@ -131,8 +131,8 @@ def check_golden(
         if not error <= tolerance:  # also when the module gives NaN
             raise VerificationError(
                 f"golden check, {step.what} of {len(step.rows)} rows: logits differ by {error:.3g} "
-                f"from the eager model, at most {tolerance:.3g} are allowed; the bundle was not "
-                "published; report this with the output of --output-dev-artifacts-dir"
+                f"from the eager model, at most {tolerance:.3g} are allowed: the module computes "
+                "something else than the model and must not be served; report it as a compiler bug"
             )
         worst, allowed = max(worst, error), max(allowed, tolerance)
         if step.phase == "prefill":

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shark_llm.cli import serve
+from shark_llm.cli.command_line import normalize_argv
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.server.settings import ServerSettings
 
@@ -41,7 +42,7 @@ def _own_logging() -> Iterator[None]:
     ],
 )  # fmt: skip
 def test_both_spellings_and_lists(argv: list[str], normal: list[str]) -> None:
-    assert serve.normalize_argv(argv) == normal
+    assert normalize_argv(argv, serve.MULTI_VALUE_FLAGS) == normal
 
 
 def run(*argv: str) -> int:

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from shark_llm import __version__
 from shark_llm.cli import serve as serve_cli
+from shark_llm.cli import tools
+from shark_llm.cli.build_text import plan_lines, result_lines
 from shark_llm.cli.command_line import run_app
-from shark_llm.errors import UsageError
+from shark_llm.errors import CompileError, UsageError
 
 if TYPE_CHECKING:
-    from shark_llm.build import BuildPlan, BuildResult
+    from shark_llm.build_plan import DtypeChoice
 
 PROGRAM = "shark-compile"
-MULTI_VALUE_FLAGS = (
-    *serve_cli.MULTI_VALUE_FLAGS,
-    "--batch-sizes-prefill",
-    "--batch-sizes-decode",
-)
+MULTI_VALUE_FLAGS = {
+    **serve_cli.MULTI_VALUE_FLAGS,
+    "--batch-sizes-prefill": int,
+    "--batch-sizes-decode": int,
+}
 DTYPES = ("auto", "bf16", "f16", "f32")
-SHARDING_MODES = tuple(f"tp{n}" for n in range(1, 9))
+MAX_TP = 8
+SHARDING_MODES = tuple(f"tp{n}" for n in range(1, MAX_TP + 1))
+COMPILE_PACKAGES = {
+    "torch": "torch",
+    "iree-base-compiler": "iree.compiler",
+    "safetensors": "safetensors",
+    "gguf": "gguf",
+    "huggingface_hub": "huggingface_hub",
+}
+"""What the extra `compile` installs: distribution -> the module that it brings."""
 
 app = typer.Typer(
     add_completion=False,
@@ -33,6 +46,9 @@ app = typer.Typer(
     help="Turn a Hugging Face Llama into a bundle that shark-serve serves.",
 )
 app.command("serve")(serve_cli.serve)
+app.command("verify")(tools.verify)
+app.command("inspect")(tools.inspect)
+app.command("repro")(tools.repro)
 
 _MODEL = "Model"
 _TARGET = "Target"
@@ -67,11 +83,35 @@ def build(
             rich_help_panel=_MODEL,
         ),
     ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            help="Branch, tag or commit on the hub. Default: that of the URL, else main.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    hf_cache_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where downloads from the hub are kept. Default: as the hub's own tools do "
+            "(HF_HUB_CACHE, HF_HOME).",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    hf_token: Annotated[
+        str | None,
+        typer.Option(
+            help="A token of the hub. Prefer the environment variable HF_TOKEN, which other users "
+            "of the machine cannot see. Never printed or stored.",
+            rich_help_panel=_MODEL,
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option(
-            help=f"Of weights and KV cache: {', '.join(DTYPES)}. auto is the checkpoint's own, bf16 "
-            "for quantized ones.",
+            help=f"Of weights and KV cache: {', '.join(DTYPES)}. auto is the checkpoint's own, "
+            "bf16 for quantized ones.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto",
@@ -114,8 +154,11 @@ def build(
         ),
     ] = None,
     page_size: Annotated[
-        int, typer.Option(help="Tokens of a KV cache page.", rich_help_panel=_TARGET)
-    ] = 16,
+        int | None,
+        typer.Option(
+            help="Tokens of a KV cache page, a power of two. Default: 16.", rich_help_panel=_TARGET
+        ),
+    ] = None,
     extra_compile_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -168,6 +211,7 @@ def build(
 ) -> None:
     """Compile a checkpoint into a bundle, or run a subcommand."""
     if context.invoked_subcommand is not None:
+        _refuse_build_flags(context)
         return
     if hf_model is None:
         raise UsageError("--hf-model is missing: name a directory, a .gguf file, an id or a URL")
@@ -175,35 +219,39 @@ def build(
         raise UsageError("--output-artifacts-dir is missing: say where the bundle goes")
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    degree = _tp(sharding_mode, tp)
+    _require_compile_packages()
     # Imported here, so that --help and a wrong flag answer at once.
     from rich.console import Console
 
     from shark_llm.build import BuildSettings, build, plan_build
     from shark_llm.cli.reporter import make_reporter
+    from shark_llm.hub import HubSettings
 
-    defaults = BuildSettings(model="", out_dir=Path())
-    settings = BuildSettings(
-        model=hf_model,
+    unset = BuildSettings(model=hf_model, out_dir=Path())
+    settings = replace(
+        unset,
         out_dir=output_artifacts_dir or Path(),
         dev_dir=output_dev_artifacts_dir,
         target=compile_target,
-        tp=_tp(sharding_mode, tp),
-        dtype=dtype,
-        page_size=page_size,
-        batch_sizes_prefill=tuple(batch_sizes_prefill or defaults.batch_sizes_prefill),
-        batch_sizes_decode=tuple(batch_sizes_decode or defaults.batch_sizes_decode),
+        tp=degree,
+        dtype=cast("DtypeChoice", dtype),
+        page_size=page_size if page_size is not None else unset.page_size,
+        batch_sizes_prefill=tuple(batch_sizes_prefill or unset.batch_sizes_prefill),
+        batch_sizes_decode=tuple(batch_sizes_decode or unset.batch_sizes_decode),
         max_model_len=max_model_len,
         extra_compile_args=tuple(extra_compile_arg or ()),
         save_intermediates=save_intermediates,
         verify=verify_result,
+        hub=HubSettings(revision=revision, cache_dir=hf_cache_dir, token=hf_token),
     )
     console = Console()
     reporter = make_reporter(console)
     try:
         if dry_run:
-            lines = _plan_lines(plan_build(settings, reporter))
+            lines = plan_lines(plan_build(settings, reporter))
         else:
-            lines = _result_lines(build(settings, reporter))
+            lines = result_lines(build(settings, reporter))
     finally:
         reporter.close()
     for line in lines:
@@ -213,7 +261,9 @@ def build(
 def _tp(mode: str | None, tp: int | None) -> int:
     """--sharding-mode and --tp say the same."""
     if mode is not None and mode not in SHARDING_MODES:
-        raise UsageError(f"--sharding-mode is {mode!r}; it must be one of tp1 to tp8")
+        raise UsageError(f"--sharding-mode is {mode!r}; it must be one of tp1 to tp{MAX_TP}")
+    if tp is not None and not 1 <= tp <= MAX_TP:
+        raise UsageError(f"--tp is {tp}; it must be in 1 to {MAX_TP}")
     if mode is not None and tp is not None and mode != f"tp{tp}":
         raise UsageError(f"--sharding-mode {mode} and --tp {tp} contradict each other: give one")
     if mode is not None:
@@ -221,49 +271,38 @@ def _tp(mode: str | None, tp: int | None) -> int:
     return 1 if tp is None else tp
 
 
-def _plan_lines(plan: BuildPlan) -> list[str]:
-    """What --dry-run prints."""
-    config, settings = plan.config, plan.settings
-    free = _free_bytes(settings.out_dir)
-    fits = "fits" if plan.needed_bytes <= free else "does NOT fit"
-    return [
-        f"model    {plan.name}: {config.architecture}, {config.num_layers} layers, "
-        f"{config.num_heads} query and {config.num_kv_heads} kv heads of {config.head_dim}",
-        f"target   {plan.target.name} ({plan.target.description}), tp {settings.tp}, "
-        f"{plan.export.dtype}, pages of {plan.export.page_size}, up to {plan.max_model_len} tokens",
-        f"entries  prefill_bs{{{_listed(plan.export.batch_sizes_prefill)}}} "
-        f"decode_bs{{{_listed(plan.export.batch_sizes_decode)}}}",
-        f"flags    {' '.join(plan.flags)}",
-        *(f"file     {name}: {size} bytes" for name, size in plan.file_bytes.items()),
-        "file     model.vmfb: known after compiling, some megabytes",
-        f"disk     {plan.needed_bytes / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free: {fits}",
-        f"check    {'golden check runs here' if plan.can_run_here else 'cannot run here'}",
+def _refuse_build_flags(context: typer.Context) -> None:
+    """Flags before a subcommand would be for building, and have no effect."""
+    given = [
+        name
+        for name in context.params
+        if name != "debug"
+        and (source := context.get_parameter_source(name)) is not None
+        and source.name != "DEFAULT"
     ]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(
+            f"{flags} before {context.invoked_subcommand!r} has no effect: flags of a subcommand "
+            "come behind it, and building is shark-compile without one"
+        )
 
 
-def _result_lines(result: BuildResult) -> list[str]:
-    manifest = result.manifest
-    size = sum(info.size for info in manifest.files.values())
-    seconds = sum(record.seconds for record in result.stages)
-    took = "reused" if result.reused else f"{seconds:.0f} s"
-    return [
-        f"bundle   {result.path} ({size / 1e6:.0f} MB, {took})",
-        f"serve    shark-serve --artifacts-dir {result.path}",
-    ]
+def _require_compile_packages() -> None:
+    """The compile side may not be installed: serving and reading bundles do without it."""
+    missing = [name for name, module in COMPILE_PACKAGES.items() if not _is_installed(module)]
+    if missing:
+        raise CompileError(
+            f"building needs {', '.join(missing)}, not installed here: "
+            "pip install 'shark-llm[compile]'"
+        )
 
 
-def _listed(sizes: Sequence[int]) -> str:
-    return ",".join(map(str, sizes))
-
-
-def _free_bytes(path: Path) -> int:
-    """Of the file system that `path` is, or will be, on."""
-    import shutil
-
-    existing = path.expanduser().absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around it
+        return False
 
 
 def main(argv: Sequence[str] | None = None) -> None:

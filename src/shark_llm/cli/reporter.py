@@ -1,20 +1,12 @@
-"""Shows a build on a terminal (live, with rich) or as plain lines (logs, pipes)."""
+"""Shows a build on a terminal (one live line, with rich) or as plain lines (logs, pipes)."""
 
 from __future__ import annotations
 
 import time
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.text import Text
 
 from shark_llm.stages import StageRecord
 
@@ -27,17 +19,18 @@ class PlainReporter:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._stage = ""
-        self._last = 0.0
+        self._started = self._last = 0.0
 
     def start(self, stage: str, what: str) -> None:
-        self._stage, self._last = stage, time.monotonic()
+        self._stage, self._started = stage, time.monotonic()
+        self._last = self._started
         self._print(f"{stage:<8} {what}")
 
     def progress(self, done: int, total: int) -> None:
-        if time.monotonic() - self._last >= _PLAIN_PROGRESS_SECONDS:
-            self._last = time.monotonic()
-            share = 100 * done // max(1, total)
-            self._print(f"{self._stage:<8} {done / 1e6:.0f} of {total / 1e6:.0f} MB ({share} %)")
+        now = time.monotonic()
+        if now - self._last >= _PLAIN_PROGRESS_SECONDS:
+            self._last = now
+            self._print(f"{self._stage:<8} {byte_progress(done, total, now - self._started)}")
 
     def finish(self, record: StageRecord) -> None:
         self._print(f"{record.name:<8} {stage_summary(record)}")
@@ -53,7 +46,7 @@ class PlainReporter:
 
 
 class LiveReporter:
-    """A line a stage, the running one with a spinner, a bar of bytes where it counts them."""
+    """A line a stage; the running one lives: a spinner, seconds, and bytes where it counts them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -61,10 +54,7 @@ class LiveReporter:
             SpinnerColumn(),
             TextColumn("{task.fields[stage]:<8}"),
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeElapsedColumn(),
+            _BytesColumn(),
             console=console,
             transient=True,
         )
@@ -91,13 +81,33 @@ class LiveReporter:
         self._console.print(f"  note: {text}", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Take the live lines away."""
+        """Take the live line away."""
         self._progress.stop()
+
+
+class _BytesColumn(ProgressColumn):
+    """Seconds so far; with a total also bytes, rate and time left."""
+
+    def render(self, task: Task) -> Text:
+        elapsed = task.elapsed or 0.0
+        if task.total is None:
+            return Text(f"{elapsed:.0f} s")
+        return Text(byte_progress(int(task.completed), int(task.total), elapsed))
 
 
 def make_reporter(console: Console) -> PlainReporter | LiveReporter:
     """Live on a terminal, plain elsewhere."""
     return LiveReporter(console) if console.is_terminal else PlainReporter(console)
+
+
+def byte_progress(done: int, total: int, seconds: float) -> str:
+    """`120 of 480 MB (25 %), 40 MB/s, 9 s left`; the rate is the mean so far."""
+    share = 100 * done // max(1, total)
+    text = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB ({share} %)"
+    if done <= 0 or seconds <= 0:
+        return text
+    rate = done / seconds
+    return f"{text}, {rate / 1e6:.0f} MB/s, {max(0, total - done) / rate:.0f} s left"
 
 
 def stage_summary(record: StageRecord) -> str:

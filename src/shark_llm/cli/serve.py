@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.exceptions import TyperException
 
 from shark_llm import __version__
+from shark_llm.cli.command_line import run_app
 from shark_llm.engine.settings import SCHEDULING_POLICIES, EngineSettings
-from shark_llm.errors import ArtifactError, SharkError, UsageError
+from shark_llm.errors import ArtifactError, UsageError
 from shark_llm.server.settings import ServerSettings
 
 PROGRAM = "shark-serve"
-MULTI_VALUE_FLAGS = ("--device-ids", "--api-key", "--cors-allow-origin")
+MULTI_VALUE_FLAGS = {"--device-ids": int, "--api-key": str, "--cors-allow-origin": str}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _ENGINE = EngineSettings()
@@ -305,58 +305,9 @@ def _configure_logging(level: str, *, debug: bool) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
-def normalize_argv(argv: Sequence[str]) -> list[str]:
-    """The command line in typer's terms.
-
-    Underscores in flag names are hyphens (`--device_ids`), and a flag that takes several values may
-    have them behind it, separated by spaces: `--device-ids 0 1 2` or `--device-ids=0,1,2`.
-    """
-    result: list[str] = []
-    several: str | None = None
-    for position, argument in enumerate(argv):
-        if argument == "--":
-            return result + list(argv[position:])
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            name = name.replace("_", "-")
-            several = name if name in MULTI_VALUE_FLAGS else None
-            if several is None:
-                result.append(name + equals + value)
-            elif equals:
-                result += _repeated(several, value)
-        elif several is not None and not argument.startswith("-"):
-            result += _repeated(several, argument)
-        else:
-            several = None
-            result.append(argument)
-    return result
-
-
-def _repeated(flag: str, value: str) -> list[str]:
-    values = value.replace(",", " ").split() if flag == "--device-ids" else [value]
-    return [part for each in values for part in (flag, each)]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script: one line per error, the exit code of the error's class."""
-    arguments = normalize_argv(sys.argv[1:] if argv is None else argv)
-    try:
-        code = app(arguments, prog_name=PROGRAM, standalone_mode=False)
-    except SharkError as error:
-        if "--debug" in arguments:
-            raise
-        _fail(str(error), error.exit_code)
-    except TyperException as error:
-        _fail(f"{error.format_message()} (see {PROGRAM} --help)", 2)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
-    sys.exit(code or 0)
-
-
-def _fail(message: str, code: int) -> None:
-    line = " ".join(message.split())
-    sys.stderr.write(f"{PROGRAM}: error: {line}\n")
-    sys.exit(code)
+    run_app(app, PROGRAM, argv, MULTI_VALUE_FLAGS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run iree-compile: one process per module, its diagnostics as errors, its time and memory measured."""
+"""Run iree-compile: a process per module, its diagnostics as errors, time and memory measured."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shark_llm.errors import CompileError
 
+LOG_NAME = "compiler-output.txt"
 _SHOWN_DIAGNOSTIC_CHARS = 600
 
 
@@ -47,7 +48,11 @@ def shell_script(source: str, output: str, flags: Sequence[str]) -> str:
 
 
 def run_compiler(source: Path, output: Path, flags: Sequence[str]) -> CompileResult:
-    """Compile `source` to `output`. Raises CompileError with the compiler's first diagnostic."""
+    """Compile `source` to `output`.
+
+    Raises CompileError with the compiler's first diagnostic; all that it said is then in LOG_NAME
+    beside `source`.
+    """
     # Beside this interpreter, not from PATH: the compiler must be of the tested version.
     executable = Path(sys.executable).parent / "iree-compile"
     command = compiler_command(source.name, output.resolve(), flags)
@@ -80,6 +85,7 @@ def run_compiler(source: Path, output: Path, flags: Sequence[str]) -> CompileRes
     seconds = time.monotonic() - started
     if code:
         output.unlink(missing_ok=True)
+        source.with_name(LOG_NAME).write_text(text)
         raise CompileError(
             f"iree-compile {_ending(code)} after {seconds:.0f} s: {_first_diagnostic(text)}; "
             f"the command was: {shlex.join(command)}"

@@ -5,7 +5,10 @@
     benchmark-flags.txt            iree-benchmark-module --flagfile=..., the default entry point
     benchmark-flags/<entry>.txt    the same for each entry point
     inputs/<entry>/*.npy           tokens, start positions, lengths and page tables
-    build-report.json              time and peak memory of each stage
+    build-report.json              settings, versions, time and peak memory of each stage
+    phases/                        with --save-intermediates: the module after each compiler phase,
+    executable-sources/            every dispatch before code generation,
+    executable-benchmarks/         and every dispatch as a module that can be benchmarked alone
 
 Flagfiles name files by absolute path, so that they run from any working directory.
 """
@@ -20,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shark_llm.artifacts.manifest import EntryPoint, Manifest
-from shark_llm.compile.compiler import shell_script
 
+MLIR_NAME = "model.mlir"
+SCRIPT_NAME = "compile-command.sh"
 BENCHMARK_PROMPT_TOKENS = 128
 BENCHMARK_CONTEXT_TOKENS = 192
 
@@ -29,13 +33,10 @@ BENCHMARK_CONTEXT_TOKENS = 192
 def write_dev_artifacts(
     staging: Path, *, dev_dir: Path, bundle_dir: Path, manifest: Manifest
 ) -> None:
-    """Write script, flagfiles and inputs into `staging`, whose final place is `dev_dir`.
+    """Write flagfiles and inputs into `staging`, whose final place is `dev_dir`.
 
     `bundle_dir` is where the bundle is published.
     """
-    script = staging / "compile-command.sh"
-    script.write_text(shell_script("model.mlir", manifest.module, manifest.target.flags))
-    script.chmod(0o755)
     (staging / "benchmark-flags").mkdir()
     default = default_entry_point(manifest.entry_points)
     for entry in manifest.entry_points:
@@ -61,8 +62,9 @@ def flag_lines(
 ) -> list[str]:
     """The flagfile of one entry point, a flag a line."""
     target = manifest.target
+    built = f"{manifest.source.name}, {manifest.dtype}, tp {manifest.tp}, {target.name}"
     lines = [
-        f"# {manifest.source.name}, {manifest.dtype}, tp {manifest.tp}, {target.name}: {entry.name}",
+        f"# {built}: {entry.name}",
         f"--module={bundle_dir / manifest.module}",
         f"--function={entry.name}",
     ]

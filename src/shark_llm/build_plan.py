@@ -1,0 +1,257 @@
+"""What a build will do, known before a weight is fetched; what can be refused is refused here.
+
+settings  -> check_settings    batch sizes, page size, target, directories
++ name    -> resolve           local files, or the hub's small files and its list of weights
++ config  -> make_plan         architecture, dtype, tensor parallel plan, sizes of the archives
++ digest  -> expected_manifest what the bundle must say, to compare older bundles with
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from shark_llm import __version__
+from shark_llm.artifacts.irpa import archive_name, archive_ranks
+from shark_llm.artifacts.manifest import Manifest, Placement, Source, Target
+from shark_llm.checkpoint.aux_files import eos_token_ids, read_aux_files
+from shark_llm.checkpoint.open import open_checkpoint
+from shark_llm.checkpoint.source import Checkpoint
+from shark_llm.compile.dev_directory import check_replaceable
+from shark_llm.compile.targets import CompileTarget, get_target
+from shark_llm.errors import UsageError
+from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
+from shark_llm.hub import HubModel, HubSettings, Metadata, fetch_metadata, parse_model
+from shark_llm.model.config import ModelConfig, config_from_hf, config_to_dict
+from shark_llm.planner import MODULE_ALLOWANCE, required_bytes
+from shark_llm.sharding.apply import TORCH_DTYPES
+from shark_llm.sharding.plan import plan_parameters, plan_ranks
+
+DtypeChoice = Literal["auto", "bf16", "f16", "f32"]
+_DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildSettings:
+    """What to build, and where to."""
+
+    model: str
+    """A local directory or .gguf file, a hub id or URL."""
+    out_dir: Path
+    dev_dir: Path | None = None
+    target: str = "host"
+    tp: int = 1
+    dtype: DtypeChoice = "auto"
+    """auto: the checkpoint's own dtype; bf16 for quantized checkpoints."""
+    page_size: int = ExportSettings.page_size
+    batch_sizes_prefill: tuple[int, ...] = ExportSettings.batch_sizes_prefill
+    batch_sizes_decode: tuple[int, ...] = ExportSettings.batch_sizes_decode
+    max_model_len: int | None = None
+    """None: what the model was made for."""
+    extra_compile_args: tuple[str, ...] = ()
+    save_intermediates: bool = False
+    verify: bool = True
+    """Run the golden check where the target can run."""
+    hub: HubSettings = field(default_factory=HubSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildPlan:
+    """All that is known before work begins."""
+
+    settings: BuildSettings
+    name: str
+    revision: str | None
+    config: ModelConfig
+    target: CompileTarget
+    export: ExportSettings
+    plan: dict[str, Placement]
+    max_model_len: int
+    file_bytes: dict[str, int]
+    """Exact size of each parameter archive."""
+    from_hub: bool
+    """`revision` is then a commit, and the weights are those of it."""
+    fetch_bytes: int
+    """Of weights that are still on the hub."""
+    checkpoint: Checkpoint | None
+    """None: its weights are still on the hub."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All flags of iree-compile but input and output."""
+        return (
+            *self.target.compile_flags(self.settings.tp),
+            *self.settings.extra_compile_args,
+        )
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of disk for a bundle of which nothing is reused."""
+        return sum(self.file_bytes.values()) + MODULE_ALLOWANCE
+
+    @property
+    def out_dir(self) -> Path:
+        return self.settings.out_dir.expanduser().absolute()
+
+    @property
+    def dev_dir(self) -> Path | None:
+        dev_dir = self.settings.dev_dir
+        return None if dev_dir is None else dev_dir.expanduser().resolve()
+
+
+def check_settings(settings: BuildSettings) -> CompileTarget:
+    """Refuse what is wrong whatever the model is; returns the target's row. Raises UsageError."""
+    target = get_target(settings.target)
+    _export_settings(settings, "f32")
+    if settings.save_intermediates and settings.dev_dir is None:
+        raise UsageError("--save-intermediates needs --output-dev-artifacts-dir to put them in")
+    if settings.dev_dir is not None:
+        out_dir = settings.out_dir.expanduser().resolve()
+        dev_dir = settings.dev_dir.expanduser().resolve()
+        if out_dir.is_relative_to(dev_dir) or dev_dir.is_relative_to(out_dir):
+            raise UsageError(
+                f"--output-artifacts-dir {out_dir} and --output-dev-artifacts-dir {dev_dir} lie in "
+                "each other, and each is replaced as a whole: choose two directories side by side"
+            )
+        check_replaceable(dev_dir)
+    return target
+
+
+def resolve(settings: BuildSettings) -> Metadata:
+    """Find the model; from the hub only small files are fetched. Raises UsageError and HubError."""
+    location = parse_model(settings.model, revision=settings.hub.revision)
+    return fetch_metadata(location, settings=settings.hub)
+
+
+def open_local(metadata: Metadata) -> Checkpoint | None:
+    """The checkpoint, or None as long as weights are missing."""
+    return None if metadata.missing_bytes else open_checkpoint(metadata.path)
+
+
+def make_plan(
+    settings: BuildSettings,
+    metadata: Metadata,
+    checkpoint: Checkpoint | None,
+    target: CompileTarget,
+) -> BuildPlan:
+    """The plan, from config.json alone as long as `checkpoint` is None.
+
+    Raises UnsupportedModelError, ShardingError, UsageError; and UsageError too for a GGUF file that
+    is still on the hub, since it holds its config itself.
+    """
+    if checkpoint is not None:
+        config = checkpoint.config
+    elif metadata.config is not None:
+        aux_files = read_aux_files(metadata.path)
+        more = eos_token_ids(metadata.path, aux_files)
+        config = config_from_hf(metadata.config, more_eos_token_ids=more)
+    else:
+        raise UsageError(
+            f"{metadata.name} holds its config itself and is not fetched yet "
+            f"({metadata.missing_bytes / 1e6:.0f} MB): --dry-run can only plan what is in the cache"
+        )
+    dtype = _dtype(settings.dtype, checkpoint, config, metadata.path)
+    return BuildPlan(
+        settings=settings,
+        name=metadata.name,
+        revision=metadata.revision,
+        config=config,
+        target=target,
+        export=_export_settings(settings, dtype),
+        plan=plan_parameters(config, settings.tp),
+        max_model_len=_max_model_len(settings.max_model_len, config),
+        file_bytes=required_bytes(config, tp=settings.tp, dtype=dtype),
+        from_hub=isinstance(metadata.location, HubModel),
+        fetch_bytes=metadata.missing_bytes,
+        checkpoint=checkpoint,
+    )
+
+
+def expected_manifest(plan: BuildPlan, digest: str) -> Manifest:
+    """The manifest of what is asked for; module key, golden report and files come with the work."""
+    config, target, tp = plan.config, plan.target, plan.settings.tp
+    ranks = plan_ranks(config, tp)
+    return Manifest(
+        source=Source(name=plan.name, revision=plan.revision, digest=digest),
+        config=config_to_dict(config),
+        dtype=plan.export.dtype,
+        kv_dtype=plan.export.dtype,
+        tp=tp,
+        plan=plan.plan,
+        page_size=plan.export.page_size,
+        max_model_len=plan.max_model_len,
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=config.bos_token_id,
+        entry_points=entry_points(plan.export, config.vocab_size),
+        caches=cache_specs(config, plan.export, ranks),
+        module_key="",
+        archives=tuple(archive_name(rank) for rank in archive_ranks(tp)),
+        target=Target(
+            name=target.name,
+            driver=target.driver,
+            flags=plan.flags,
+            cpu=target.cpu,
+            cpu_features=target.cpu_features,
+            memory_bytes=target.memory_bytes,
+        ),
+        versions=build_versions(),
+        golden=None,
+        files={},
+    )
+
+
+def build_versions() -> dict[str, str]:
+    """Of everything that decides what a bundle holds."""
+    packages = ("iree-base-compiler", "iree-base-runtime", "torch")
+    return {
+        "shark-llm": __version__,
+        "shark-llm-source": _source_digest(),
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in packages},
+    }
+
+
+def _source_digest() -> str:
+    """Of this package's own files that decide what is computed: a changed exporter is no reuse."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parent
+    for folder in ("model", "export", "sharding", "compile"):
+        for path in sorted((package / folder).glob("*.py")):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _export_settings(settings: BuildSettings, dtype: str) -> ExportSettings:
+    return replace(
+        ExportSettings(),
+        page_size=settings.page_size,
+        batch_sizes_prefill=settings.batch_sizes_prefill,
+        batch_sizes_decode=settings.batch_sizes_decode,
+        dtype=dtype,
+    )
+
+
+def _dtype(
+    choice: DtypeChoice, checkpoint: Checkpoint | None, config: ModelConfig, path: Path
+) -> str:
+    if choice != "auto":
+        return choice
+    if checkpoint is None:  # what config.json says; the tensors' own dtype decides once it is there
+        return _DTYPE_NAMES.get(config.torch_dtype or "", "f32")
+    own = str(checkpoint.parameters["token_embd.weight"].dtype).removeprefix("torch.")
+    # GGUF weights are read as f32 when they are quantized: f32 would only store noise.
+    return "bf16" if path.suffix == ".gguf" and own == "float32" else _DTYPE_NAMES[own]
+
+
+def _max_model_len(asked: int | None, config: ModelConfig) -> int:
+    limit = config.max_position_embeddings
+    if config.sliding_window is not None:
+        limit = min(limit, config.sliding_window)
+    if asked is not None and not 1 <= asked <= limit:
+        raise UsageError(f"--max-model-len is {asked}: this model takes 1 to {limit}")
+    return asked or limit

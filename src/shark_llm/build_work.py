@@ -1,0 +1,185 @@
+"""The stages that make a bundle: shard, export, compile, dump, verify and publish."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from pathlib import Path
+
+from shark_llm.artifacts.bundle import Bundle
+from shark_llm.artifacts.irpa import Identity
+from shark_llm.artifacts.manifest import FileInfo, GoldenReport, Manifest
+from shark_llm.artifacts.publish import Staging
+from shark_llm.build_plan import BuildPlan
+from shark_llm.checkpoint.source import Checkpoint
+from shark_llm.compile.compiler import run_compiler, shell_script
+from shark_llm.compile.dev_artifacts import MLIR_NAME, SCRIPT_NAME
+from shark_llm.export.compose import ExportedModule, export_module
+from shark_llm.golden import read_parameters
+from shark_llm.golden_run import run_golden, why_not_here
+from shark_llm.reuse import Reuse, check_linked, link_files
+from shark_llm.sharding.apply import TORCH_DTYPES, write_archives
+from shark_llm.stages import StageClock
+
+
+class BuildWork:
+    """The stages from shard to publish, with what they share."""
+
+    def __init__(
+        self,
+        plan: BuildPlan,
+        expected: Manifest,
+        reuse: Reuse,
+        staging: Staging,
+        dev: Path | None,
+        clock: StageClock,
+    ) -> None:
+        self.plan, self.expected = plan, expected
+        self.reuse, self.staging, self.dev, self.clock = reuse, staging, dev, clock
+        assert plan.checkpoint is not None
+        self.checkpoint: Checkpoint = plan.checkpoint
+        self.linked: list[str] = []
+
+    def run(self) -> Manifest:
+        """All of them; returns the sealed manifest."""
+        self.shard()
+        manifest = self.export_and_compile()
+        for name, data in self.checkpoint.aux_files.items():
+            (self.staging.path / name).write_bytes(data)
+        golden = self.verify(manifest)
+        with self.clock.stage("publish", str(self.staging.target)):
+            sealed = self.staging.seal(manifest.model_copy(update={"golden": golden}))
+            if self.reuse.old is not None:
+                check_linked(self.linked, self.reuse.old.manifest, sealed)
+        return sealed
+
+    def shard(self) -> None:
+        plan, expected, old = self.plan, self.expected, self.reuse.old
+        size = sum(plan.file_bytes.values())
+        with self.clock.stage("shard", f"{size / 1e6:.1f} MB") as stage:
+            if old is not None and self.reuse.archives:
+                self.linked += link_files(old, self.staging, expected.archives)
+                stage.note = "reused"
+                return
+            identity = Identity(
+                model=expected.source.digest, tp=expected.tp, rank=None, dtype=expected.dtype
+            )
+            write_archives(
+                self.checkpoint,
+                plan.plan,
+                identity=identity,
+                out_dir=self.staging.path,
+                progress=self.clock.reporter.progress,
+            )
+
+    def export_and_compile(self) -> Manifest:
+        """The module and, where asked for, its source and the compiler's phases."""
+        plan, old, dev = self.plan, self.reuse.old, self.dev
+        source = (dev or self.staging.path) / MLIR_NAME
+        with self.clock.stage("export", ", ".join(e.name for e in self.expected.entry_points)) as s:
+            if old is not None and self.reuse.module and (dev is None or self.find_source(source)):
+                key = old.manifest.module_key
+                s.note = "reused"
+            else:
+                exported = export_module(
+                    plan.config,
+                    plan.plan,
+                    plan.settings.tp,
+                    plan.export,
+                    plan.target.attention_form,
+                    plan.target.linear_form,
+                )
+                _check_signatures(exported, self.expected)
+                source.write_text(exported.mlir)
+                key = _module_key(exported.mlir, plan.flags)
+        manifest = self.expected.model_copy(update={"module_key": key})
+        if dev is not None:  # before the compiler runs: what a failure is reproduced with
+            script = dev / SCRIPT_NAME
+            script.write_text(shell_script(MLIR_NAME, manifest.module, plan.flags))
+            script.chmod(0o755)
+        with self.clock.stage("compile", plan.target.name) as stage:
+            if old is not None and old.manifest.module_key == key:
+                self.linked += link_files(old, self.staging, (manifest.module,))
+                stage.note = "reused"
+            else:
+                result = run_compiler(source, self.staging.path / manifest.module, plan.flags)
+                stage.child_peak_bytes = result.peak_memory_bytes
+        if dev is None:
+            source.unlink(missing_ok=True)
+        elif plan.settings.save_intermediates:
+            # A run of its own: dumping leaves traces in the module, which would then have another
+            # digest than compile-command.sh gives.
+            with self.clock.stage("dump", "phases, executable sources and benchmarks") as stage:
+                scrap = dev / manifest.module
+                result = run_compiler(source, scrap, (*plan.flags, *_dump_flags(dev)))
+                stage.child_peak_bytes = result.peak_memory_bytes
+                scrap.unlink()
+        return manifest
+
+    def find_source(self, source: Path) -> bool:
+        """Copy the old module's MLIR from the dev artifacts that are there, if it is intact."""
+        old, dev_dir = self.reuse.old, self.plan.dev_dir
+        assert old is not None
+        assert dev_dir is not None
+        try:
+            mlir = (dev_dir / MLIR_NAME).read_text()
+        except (OSError, ValueError):
+            return False
+        if _module_key(mlir, self.plan.flags) != old.manifest.module_key:
+            return False
+        source.write_text(mlir)
+        return True
+
+    def verify(self, manifest: Manifest) -> GoldenReport | None:
+        plan, staging = self.plan, self.staging
+        with self.clock.stage("verify", "compiled module against the eager model") as stage:
+            if not plan.settings.verify:
+                stage.note = "skipped: --no-verify"
+                return None
+            if why := no_golden(plan, manifest):
+                stage.note = f"skipped: {why}"
+                return None
+            made = manifest.model_copy(update={"files": _sizes(staging.path)})
+            report = run_golden(
+                Bundle(path=staging.path, manifest=made),
+                plan.config,
+                read_parameters(self.checkpoint, TORCH_DTYPES[manifest.dtype]),
+                narrow_operands=plan.target.linear_form.form == "plain",
+            )
+            stage.note = f"largest error {report.max_abs_error:.2g}"
+            return report
+
+
+def no_golden(plan: BuildPlan, manifest: Manifest) -> str | None:
+    """Why the golden check of this build cannot run here; None: it can."""
+    return why_not_here(manifest, sum(plan.file_bytes.values()))
+
+
+def _check_signatures(exported: ExportedModule, expected: Manifest) -> None:
+    assert exported.entry_points == expected.entry_points
+    assert exported.caches == expected.caches
+
+
+def _module_key(mlir: str, flags: tuple[str, ...]) -> str:
+    compiler = importlib.metadata.version("iree-base-compiler")
+    digest = hashlib.sha256(json.dumps([compiler, *flags]).encode())
+    digest.update(mlir.encode())
+    return digest.hexdigest()
+
+
+def _dump_flags(dev: Path) -> tuple[str, ...]:
+    return (
+        f"--dump-compilation-phases-to={dev / 'phases'}",
+        f"--iree-hal-dump-executable-sources-to={dev / 'executable-sources'}",
+        f"--iree-hal-dump-executable-benchmarks-to={dev / 'executable-benchmarks'}",
+    )
+
+
+def _sizes(directory: Path) -> dict[str, FileInfo]:
+    """Of the files of a bundle that has no digests yet."""
+    return {
+        path.name: FileInfo(size=path.stat().st_size, sha256="")
+        for path in directory.iterdir()
+        if path.is_file()
+    }

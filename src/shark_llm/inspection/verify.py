@@ -1,0 +1,174 @@
+"""Everything about a bundle that can be checked here, as a table of checks that says what failed.
+
+Other than `open_bundle`, which stops at the first fault, this goes on: a damaged copy is described
+as a whole. Imports torch only for the golden check.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shark_llm import __version__
+from shark_llm.artifacts.bundle import Bundle, check_versions
+from shark_llm.artifacts.cpu import missing_cpu_features
+from shark_llm.artifacts.irpa import Identity, archive_name, archive_ranks, check_archive
+from shark_llm.artifacts.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    FileInfo,
+    Manifest,
+    digest_files,
+    read_manifest,
+)
+from shark_llm.errors import ArtifactError, SharkError
+from shark_llm.golden_run import run_golden_of_bundle, why_not_here
+
+Status = Literal["ok", "FAILED", "skipped", "note"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the table. `note`: nothing is wrong with the bundle, but a user should know."""
+
+    name: str
+    status: Status
+    detail: str
+
+
+def verify_bundle(directory: Path, *, digests: bool, golden: bool) -> Iterator[Check]:
+    """The checks one after the other; slow ones last.
+
+    `digests` reads every byte, `golden` runs the module beside the eager model where that works.
+    """
+    directory = directory.expanduser()
+    try:
+        manifest = read_manifest(directory / MANIFEST_NAME)
+    except ArtifactError as error:
+        yield _failed("manifest", error)
+        return
+    yield _ok("manifest", f"schema version {manifest.schema_version} of {SCHEMA_VERSION}")
+    yield from _versions(manifest)
+    yield _target(manifest)
+    sound = True
+    for check in (*_identities(directory, manifest), *_files(directory, manifest, digests)):
+        sound = sound and check.status != "FAILED"
+        yield check
+    yield from _surplus(directory, manifest)
+    if not golden:
+        yield _skipped("golden check", "--no-golden")
+    elif not sound:
+        yield _skipped("golden check", "the bundle is damaged")
+    else:
+        yield _golden(directory, manifest)
+
+
+def _versions(manifest: Manifest) -> Iterator[Check]:
+    try:
+        running = importlib.metadata.version("iree-base-runtime")
+        check_versions(manifest.versions, runtime_version=running)
+    except ArtifactError as error:
+        yield _failed("IREE version", error)
+    else:
+        built = manifest.versions["iree-base-compiler"]
+        yield _ok("IREE version", f"built with {built}, {running} runs here")
+    built = manifest.versions.get("shark-llm", "unknown")
+    status: Status = "ok" if built == __version__ else "note"
+    detail = f"built with {built}, {__version__} runs here"
+    yield Check(name="shark-llm version", status=status, detail=detail)
+
+
+def _target(manifest: Manifest) -> Check:
+    target = manifest.target
+    if target.driver != "local-task":
+        detail = f"{target.name} needs a {target.driver} device: not looked for here"
+        return Check(name="target", status="skipped", detail=detail)
+    if missing := missing_cpu_features(target.cpu_features):
+        detail = f"{target.name}: this CPU lacks {' '.join(missing)} and cannot serve it"
+        return Check(name="target", status="note", detail=detail)
+    return _ok("target", f"{target.name}: this CPU has what it needs")
+
+
+def _identities(directory: Path, manifest: Manifest) -> Iterator[Check]:
+    wanted = tuple(archive_name(rank) for rank in archive_ranks(manifest.tp))
+    if manifest.archives != wanted:
+        found = ", ".join(manifest.archives)
+        error = ArtifactError(f"lists {found}; tp {manifest.tp} has {', '.join(wanted)}")
+        yield _failed("archives", error)
+        return
+    for rank in archive_ranks(manifest.tp):
+        name = archive_name(rank)
+        identity = Identity(
+            model=manifest.source.digest, tp=manifest.tp, rank=rank, dtype=manifest.dtype
+        )
+        try:
+            check_archive(directory / name, identity)
+        except ArtifactError as error:
+            yield _failed(f"{name} identity", error)
+        else:
+            yield _ok(f"{name} identity", str(identity))
+
+
+def _files(directory: Path, manifest: Manifest, digests: bool) -> Iterator[Check]:
+    unlisted = {manifest.module, *manifest.archives} - manifest.files.keys()
+    for name in sorted(unlisted):
+        yield Check(name=name, status="FAILED", detail="not in the manifest's list of files")
+    for name, info in sorted(manifest.files.items()):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            yield Check(name=name, status="FAILED", detail="reaches out of the bundle")
+        else:
+            yield _file(directory, name, info, digests)
+
+
+def _file(directory: Path, name: str, info: FileInfo, digests: bool) -> Check:
+    try:
+        size = (directory / name).stat().st_size
+        if size != info.size:
+            detail = f"has {size} bytes instead of {info.size}"
+            return Check(name=name, status="FAILED", detail=detail)
+        if not digests:
+            return _ok(name, f"{size} bytes")
+        sha256 = digest_files(directory, [name])[name].sha256
+    except OSError as error:
+        return Check(name=name, status="FAILED", detail=error.strerror or str(error))
+    if sha256 != info.sha256:
+        detail = f"has sha256 {sha256} instead of {info.sha256}"
+        return Check(name=name, status="FAILED", detail=detail)
+    return _ok(name, f"{size} bytes, sha256 {sha256}")
+
+
+def _surplus(directory: Path, manifest: Manifest) -> Iterator[Check]:
+    for path in sorted(directory.iterdir()):
+        known = {MANIFEST_NAME, *(Path(name).parts[0] for name in manifest.files)}
+        if path.name not in known:
+            yield Check(name=path.name, status="note", detail="is not part of the bundle")
+
+
+def _golden(directory: Path, manifest: Manifest) -> Check:
+    size = sum(manifest.files[name].size for name in manifest.archives)
+    if why := why_not_here(manifest, size):
+        return _skipped("golden check", why)
+    try:
+        report = run_golden_of_bundle(Bundle(path=directory, manifest=manifest))
+    except SharkError as error:
+        return _failed("golden check", error)
+    detail = (
+        f"largest error {report.max_abs_error:.2g} of {report.tolerance:.2g} allowed, "
+        f"{report.prompt_tokens} prompt tokens, {report.decode_steps} decode steps"
+    )
+    return _ok("golden check", detail)
+
+
+def _ok(name: str, detail: str) -> Check:
+    return Check(name=name, status="ok", detail=detail)
+
+
+def _skipped(name: str, detail: str) -> Check:
+    return Check(name=name, status="skipped", detail=detail)
+
+
+def _failed(name: str, error: Exception) -> Check:
+    return Check(name=name, status="FAILED", detail=str(error))
