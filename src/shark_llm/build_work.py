@@ -15,7 +15,6 @@ from shark_llm.build_plan import BuildPlan
 from shark_llm.checkpoint.source import Checkpoint
 from shark_llm.compile.compiler import run_compiler, shell_script
 from shark_llm.compile.dev_artifacts import MLIR_NAME, SCRIPT_NAME
-from shark_llm.export.compose import ExportedModule, export_module
 from shark_llm.golden import read_parameters
 from shark_llm.golden_run import run_golden, why_not_here
 from shark_llm.reuse import Reuse, check_linked, link_files
@@ -82,6 +81,9 @@ class BuildWork:
                 key = old.manifest.module_key
                 s.note = "reused"
             else:
+                # Imported here: tracing machinery takes seconds to load, and reuse does without.
+                from shark_llm.export.compose import export_module
+
                 exported = export_module(
                     plan.config,
                     plan.plan,
@@ -90,7 +92,8 @@ class BuildWork:
                     plan.target.attention_form,
                     plan.target.linear_form,
                 )
-                _check_signatures(exported, self.expected)
+                assert exported.entry_points == self.expected.entry_points
+                assert exported.caches == self.expected.caches
                 source.write_text(exported.mlir)
                 key = _module_key(exported.mlir, plan.flags)
         manifest = self.expected.model_copy(update={"module_key": key})
@@ -154,11 +157,6 @@ class BuildWork:
 def no_golden(plan: BuildPlan, manifest: Manifest) -> str | None:
     """Why the golden check of this build cannot run here; None: it can."""
     return why_not_here(manifest, sum(plan.file_bytes.values()))
-
-
-def _check_signatures(exported: ExportedModule, expected: Manifest) -> None:
-    assert exported.entry_points == expected.entry_points
-    assert exported.caches == expected.caches
 
 
 def _module_key(mlir: str, flags: tuple[str, ...]) -> str:

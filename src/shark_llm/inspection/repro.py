@@ -126,9 +126,11 @@ def build_command(manifest: Manifest, settings: Mapping[str, Any]) -> list[str]:
         phase: [str(e.batch_size) for e in manifest.entry_points if e.phase == phase]
         for phase in ("prefill", "decode")
     }
-    command = ["shark-compile", "--hf-model", settings.get("model") or manifest.source.name]
-    if manifest.source.revision and not Path(str(settings.get("model", ""))).exists():
-        command += ["--revision", manifest.source.revision]
+    command = ["shark-compile", "--hf-model"]
+    if manifest.source.revision:  # a commit of the hub's, which anybody can build from
+        command += [manifest.source.name, "--revision", manifest.source.revision]
+    else:
+        command.append(settings.get("model") or manifest.source.name)
     command += ["--dtype", manifest.dtype, "--compile-target", manifest.target.name]
     command += ["--tp", str(manifest.tp), "--page-size", str(manifest.page_size)]
     command += ["--max-model-len", str(manifest.max_model_len)]
