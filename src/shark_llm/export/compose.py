@@ -281,10 +281,7 @@ class _Composer:
             partials = []
             for rank, of_rank in enumerate(fragments):
                 x = self._norm(body, of_rank, hidden[rank], f"blk.{layer}.ffn_norm", rank)
-                g = self._linear(body, x, f"blk.{layer}.ffn_gate", rank)
-                u = self._linear(body, x, f"blk.{layer}.ffn_up", rank)
-                (m,) = body.call(of_rank.gate, (g, u), (x.dims,))
-                partials.append(self._linear(body, m, f"blk.{layer}.ffn_down", rank))
+                partials.append(self._mlp(body, x, layer, rank))
             hidden = self._add(body, fragments, hidden, partials)
         # All imports stand before the first operation and all exports after the last: each of them
         # between operations would cut the layers into one submission more.
@@ -372,6 +369,33 @@ class _Composer:
         result = TensorType(shape=(rows, n), dtype=x.type.dtype)
         fragment = Fragment(
             name=function, arguments=tuple(o.type for o in operands), results=(result,)
+        )
+        return body.call(fragment, operands, (x.dims,))[0]
+
+    def _mlp(self, body: _Body, x: _Value, layer: int, rank: int) -> _Value:
+        """The rank's part of the MLP of a layer."""
+        stems = [f"blk.{layer}.ffn_{name}" for name in ("gate", "up", "down")]
+        operands = [x, *(self._load(body, f"{stem}.weight", rank) for stem in stems)]
+        has_bias = [f"{stem}.bias" in self.parameters[rank] for stem in stems]
+        operands += [
+            self._load(body, f"{stem}.bias", rank)
+            for stem, is_there in zip(stems, has_bias, strict=True)
+            if is_there
+        ]
+        rows = x.type.shape[0]
+        h, i = operands[3].type.shape
+        assert isinstance(h, int)
+        assert isinstance(i, int)
+        function = self.linears.mlp(
+            rows if isinstance(rows, int) else None,
+            h,
+            i,
+            gate_bias=has_bias[0],
+            up_bias=has_bias[1],
+            down_bias=has_bias[2],
+        )
+        fragment = Fragment(
+            name=function, arguments=tuple(o.type for o in operands), results=(x.type,)
         )
         return body.call(fragment, operands, (x.dims,))[0]
 

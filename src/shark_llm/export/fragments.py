@@ -36,7 +36,6 @@ class RankFragments:
     """Of the pages to write, in decode."""
     write: Fragment
     mix: Fragment
-    gate: Fragment
     add: Fragment
     """Residual stream plus the partial sum of every rank."""
     total: Fragment
@@ -82,7 +81,6 @@ class FragmentTracer:
         kv = floats(rows, rank.num_kv_heads * config.head_dim)
         elements = page_elements(rank.num_kv_heads, page, config.head_dim)
         cache = TensorType(shape=(POOL_PAGES, elements), dtype=dtype)
-        columns = floats(rows, rank.intermediate_size)
 
         heads = rank.num_kv_heads
         k_pages = TensorType(shape=(n, heads, TABLE_PAGES, page, config.head_dim), dtype=dtype)
@@ -148,12 +146,6 @@ class FragmentTracer:
                 lambda *a: llama.mix(self.form, *a),
                 (rotated, k_pages, k_pages, mask),
                 (q,),
-            ),
-            gate=trace(
-                f"{name}.gate.{rank.intermediate_size}",
-                llama.gate,
-                (columns, columns),
-                (columns,),
             ),
             add=trace(f"{name}.add", llama.add_partials, (hidden,) * (self.tp + 1), (hidden,)),
             total=trace(f"{name}.total", llama.add_partials, (hidden,) * self.tp, (hidden,)),

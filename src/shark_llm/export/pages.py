@@ -1,9 +1,10 @@
 """Reading pages of a cache as copies of whole rows, written for the compiler.
 
-torch's `index_select` becomes an element-wise operation whose every element looks its page up: scalar
-code, 40 times slower. `iree_linalg_ext.gather` copies row by row.
+torch's `index_select` becomes an element-wise operation whose every element looks its page up:
+scalar code, 40 times slower. `iree_linalg_ext.gather` copies row by row.
 
-Legend: P pages of the pool, K local kv heads, N batch rows, T pages per row, L page size, D head_dim.
+Legend: P pages of the pool, K local kv heads, N batch rows, T pages per row, L page size,
+D head_dim.
 """
 
 from __future__ import annotations
@@ -39,20 +40,22 @@ class PageReaders:
         size_r = "%r" if pages is None else ""
         self.functions[name] = "\n".join(
             [
-                f"  func.func private @{name}(%cache: {cache}, %rows: tensor<{r}xi64>) -> {result} {{",
+                f"  func.func private @{name}(%cache: {cache}, %rows: tensor<{r}xi64>) "
+                f"-> {result} {{",
                 "    %c0 = arith.constant 0 : index",
                 f"    %heads = arith.constant {n * k} : index",
                 f"    %p = tensor.dim %cache, %c0 : {cache}",
                 f"    %r = tensor.dim %rows, %c0 : tensor<{r}xi64>",
                 "    %t = arith.divui %r, %heads : index",
-                f"    %split = tensor.expand_shape %cache [[0], [1, 2]] output_shape [%p, {k}, {row}] : "
-                f"{cache} into {split}",
+                "    %split = tensor.expand_shape %cache [[0], [1, 2]] output_shape "
+                f"[%p, {k}, {row}] : {cache} into {split}",
                 f"    %flat = tensor.collapse_shape %split [[0, 1], [2]] : {split} into {flat}",
                 f"    %empty = tensor.empty({size_r}) : {read}",
-                f"    %read = iree_linalg_ext.gather dimension_map = [0] ins(%flat, %rows : {flat}, "
-                f"tensor<{r}xi64>) outs(%empty : {read}) -> {read}",
+                f"    %read = iree_linalg_ext.gather dimension_map = [0] "
+                f"ins(%flat, %rows : {flat}, tensor<{r}xi64>) outs(%empty : {read}) -> {read}",
                 f"    %result = tensor.expand_shape %read [[0, 1, 2], [3, 4]] output_shape "
-                f"[{n}, {k}, {'%t' if pages is None else pages}, {length}, {d}] : {read} into {result}",
+                f"[{n}, {k}, {'%t' if pages is None else pages}, {length}, {d}] : "
+                f"{read} into {result}",
                 f"    return %result : {result}",
                 "  }",
             ]

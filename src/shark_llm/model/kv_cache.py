@@ -1,7 +1,8 @@
-"""The paged KV cache of one layer on one rank, as tensors: where tokens are written, how they are read.
+"""The paged KV cache of one layer on one rank, as tensors: where tokens are written and read.
 
-A cache is a table of pages; a page holds PAGE tokens of every local kv head, head by head, so that one
-page is one contiguous row. Keys and values have a cache each, in the same layout.
+A cache is a table of pages; a page holds L tokens of every local kv head, head by head, so that one
+page is one contiguous row, and so is one head of it. Keys and values have a cache each, in the same
+layout.
 
 Legend: P pages of the pool, N batch rows, T pages of a row's table, K local kv heads, L page size,
 D head_dim, S tokens of this step (a multiple of L in prefill, 1 in decode).
@@ -34,9 +35,9 @@ def write_token(
     values: torch.Tensor,
     page_size: int,
 ) -> torch.Tensor:
-    """Write one token a row: cache (P, K*L*D), pages and offsets (N) i64, values (N, K, D) -> cache.
+    """Write one token a row; the rest of its page stays as it is.
 
-    The rest of the page stays as it is.
+    cache (P, K*L*D), pages and offsets (N) i64, values (N, K, D) -> cache.
     """
     n, k, d = values.shape
     heads = torch.arange(k)[None, :].expand(n, k)  # (N, K)
@@ -54,8 +55,8 @@ def write_last_token(
 ) -> torch.Tensor:
     """Write one token a row and zero all that follows it in its page, whatever was there.
 
-    cache (P, K*L*D), pages and offsets (N) i64, values (N, K, D), held (N, K, 1, L, D): what the pages
-    hold now -> cache.
+    cache (P, K*L*D), pages and offsets (N) i64, values (N, K, D), held (N, K, 1, L, D): what the
+    pages hold now -> cache.
     """
     n, k, _, page_size, d = held.shape
     slots = torch.arange(page_size)[None, None, :, None]  # (1, 1, L, 1)

@@ -75,8 +75,8 @@ def prepare(
     index = torch.div(first, page_size, rounding_mode="floor")  # (N, S/L) or (N, 1)
     held = torch.gather(page_table, 1, torch.clamp(index, max=t - 1))
     pages = torch.where(first < seq_lens[:, None], held, 0)
-    # Pages past the row's end may hold anything, NaN included. Their weight is 0, but 0 * NaN is NaN:
-    # the row's first page is read in their place.
+    # Pages past the row's end may hold anything, NaN included. Their weight is 0, but 0 * NaN is
+    # NaN: the row's first page is read in their place.
     starts = torch.arange(t)[None, :] * page_size
     readable = torch.where(starts < seq_lens[:, None], page_table, page_table[:, :1])
     return Step(cos, sin, mask, pages, torch.remainder(start_positions, page_size), readable)
@@ -140,9 +140,9 @@ def write(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first part of `attend`: rotate, write to the cache.
 
-    After it no slot that `step.read_pages` reaches holds what nobody wrote: prefill writes whole pages,
-    decode zeroes what follows the token. `held`, in decode, is what the pages to write hold of v,
-    (N, K, 1, L, D); None in prefill. Returns the rotated q (N, S, A, D) f32 and both caches.
+    After it no value that `step.read_pages` reaches is one nobody wrote: prefill writes whole
+    pages, decode zeroes what follows the token. `held`, in decode, is what the pages to write hold
+    of v, (N, K, 1, L, D); None in prefill. Returns the rotated q (N, S, A, D) f32 and both caches.
     """
     n, d = step.read_pages.shape[0], config.head_dim
     q = q.view(n, -1, q.shape[1] // d, d)  # (N, S, A, D)
@@ -169,8 +169,8 @@ def mix(
 ) -> torch.Tensor:
     """The second part of `attend`: softmax(q k^T / sqrt(D)) v.
 
-    q (N, S, A, D) f32, keys and values (N, K, T, L, D), mask (N, S, T*L) -> (M, A*D) f32. Masked keys
-    may be anything, masked values must be finite.
+    q (N, S, A, D) f32, keys and values (N, K, T, L, D), mask (N, S, T*L) -> (M, A*D) f32. Masked
+    keys may be anything, masked values must be finite.
     """
     return (_attend_matmul if form == "matmul" else _attend_fused)(q, keys, values, mask)
 
@@ -202,8 +202,8 @@ def _attend_fused(
     """Through scaled_dot_product_attention, which GPU targets have a tuned kernel for."""
     n, s, a, d = q.shape
     _, k, t, page, _ = keys.shape
-    # Scores of masked keys are replaced before the maximum in some kernels and added to -inf in others:
-    # the keys must be finite here.
+    # Kernels may add the mask to the scores as 0 and -inf, and NaN - inf is NaN: here the masked
+    # keys must be finite too.
     seen = mask.any(1).view(n, 1, t, page, 1)
     keys = torch.where(seen, keys, 0).reshape(n, k, t * page, d)
     values = values.reshape(n, k, t * page, d)
