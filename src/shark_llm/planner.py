@@ -1,21 +1,25 @@
 """Will it fit? Bytes per rank, KV tokens that remain and the least tp, from config.json alone.
 
-    rank's memory = reserve + weights + workspace + KV tokens * KV bytes per token
+    device's memory = reserve + weights + workspace + KV tokens * KV bytes per token
 
 weights     exactly what the rank's archives hold
 KV          2 (K and V) * layers * kv heads of the rank * head_dim * bytes of the KV dtype
 workspace   activations of one step: measured from a module if the caller has one, else estimated
 reserve     driver, code objects and fragmentation
+
+A GPU holds one rank; a CPU's ranks share one memory, and the sums of all of them must fit in it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from shark_llm.artifacts.irpa import DTYPE_BYTES
+from shark_llm.compile.targets import CompileTarget
 from shark_llm.errors import CapacityError, UsageError
 from shark_llm.model.config import ModelConfig
 from shark_llm.sharding.archives import WEIGHT_DTYPES, archive_sizes
@@ -40,11 +44,32 @@ GPUS = MappingProxyType(
 )
 """Memory of one device in bytes, by the product's name."""
 
+GPU_TARGETS = MappingProxyType(
+    {
+        "mi250x": "gfx90a",
+        "mi300a": "gfx942",
+        "mi300x": "gfx942",
+        "mi325x": "gfx942",
+        "mi355x": "gfx950",
+    }
+)
+"""The compile target of each of GPUS."""
+
 RESERVE_BYTES = 2 * GIB
 MODULE_ALLOWANCE = 64 << 20
 """Disk to keep free for model.vmfb and small files; the largest known module has 6 MB a phase."""
 
 KV_DTYPES = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What a rank's device has to offer."""
+
+    name: str
+    num_bytes: int
+    is_shared: bool = False
+    """By all ranks, as on a CPU; else each rank has a device of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +86,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class TpMemory:
-    """One way to split the model over devices of one size."""
+    """One way to split the model."""
 
     tp: int
     ranks: tuple[RankMemory, ...]
@@ -82,7 +107,10 @@ class MemoryPlan:
     """The answers for several tp, ascending."""
 
     memory_bytes: int
+    """Of each device; of all ranks together where they share one."""
     splits: tuple[TpMemory, ...]
+    max_num_seqs: int = 1
+    """Sequences that must have room at once, all of the greatest length."""
 
     @property
     def lower_bound(self) -> int | None:
@@ -90,10 +118,48 @@ class MemoryPlan:
         return next((split.tp for split in self.splits if split.fits), None)
 
 
+def device_memory(target: CompileTarget, gpu: str | None = None) -> DeviceMemory:
+    """The memory that a plan for `target` counts with.
+
+    `gpu`, one of GPUS, names the product where the target is that of several; None: the target's
+    usual one, and for a CPU this machine, whose memory all ranks share. Raises UsageError for a GPU
+    that is unknown or of another target.
+    """
+    if gpu is not None:
+        if gpu not in GPUS:
+            raise UsageError(f"no such GPU: {gpu!r}; choose from {', '.join(GPUS)}")
+        if GPU_TARGETS[gpu] != target.name:
+            raise UsageError(
+                f"--gpu {gpu} is a {GPU_TARGETS[gpu]}, and the compile target is {target.name}: "
+                f"give --compile-target {GPU_TARGETS[gpu]}, or another GPU"
+            )
+        return DeviceMemory(name=gpu, num_bytes=GPUS[gpu])
+    if target.memory_bytes is None:
+        num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return DeviceMemory(name="this machine", num_bytes=num_bytes, is_shared=True)
+    usual = (
+        name
+        for name, size in GPUS.items()
+        if (GPU_TARGETS[name], size) == (target.name, target.memory_bytes)
+    )
+    return DeviceMemory(name=next(usual, target.name), num_bytes=target.memory_bytes)
+
+
+def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:
+    """`asked`, or all positions the model was made for (None). UsageError for more than those."""
+    limit = config.max_position_embeddings
+    if config.sliding_window is not None:
+        limit = min(limit, config.sliding_window)
+    if asked is not None and not 1 <= asked <= limit:
+        raise UsageError(f"--max-model-len is {asked}: this model takes 1 to {limit}")
+    return asked or limit
+
+
 def plan_memory(
     config: ModelConfig,
     *,
     memory_bytes: int,
+    is_shared: bool = False,
     dtype: str,
     kv_dtype: str,
     tps: Iterable[int] | None = None,
@@ -104,6 +170,8 @@ def plan_memory(
     reserve_bytes: int = RESERVE_BYTES,
 ) -> MemoryPlan:
     """Plan `config` on devices of `memory_bytes` each, for every tp of `tps` (None: all that work).
+
+    With `is_shared` all ranks share that memory, as simulated devices of one CPU do.
 
     It fits when `max_num_seqs` sequences of `max_model_len` tokens (None: all positions of the
     model) have room. `workspace_bytes` per rank replaces the estimate for steps of
@@ -119,28 +187,37 @@ def plan_memory(
     splits = []
     for tp in sorted(supported_tps(config) if tps is None else tps):
         plan = plan_parameters(config, tp)
-        ranks = []
+        needs = []
         for shape in plan_ranks(config, tp):
             parameters = local_parameters(config, plan, shape.rank).values()
-            weights = sum(math.prod(p.shape) for p in parameters) * DTYPE_BYTES[dtype]
-            workspace = (
-                estimate_workspace(config, shape, tp=tp, tokens=prefill_tokens, dtype=dtype)
-                if workspace_bytes is None
-                else workspace_bytes
-            )
-            per_token = kv_bytes_per_token(config, shape, kv_dtype)
-            left = memory_bytes - reserve_bytes - weights - workspace
-            ranks.append(
+            needs.append(
                 RankMemory(
                     rank=shape.rank,
-                    weight_bytes=weights,
-                    workspace_bytes=workspace,
-                    kv_bytes_per_token=per_token,
-                    kv_tokens=max(0, left) // per_token,
+                    weight_bytes=sum(math.prod(p.shape) for p in parameters) * DTYPE_BYTES[dtype],
+                    workspace_bytes=estimate_workspace(
+                        config, shape, tp=tp, tokens=prefill_tokens, dtype=dtype
+                    )
+                    if workspace_bytes is None
+                    else workspace_bytes,
+                    kv_bytes_per_token=kv_bytes_per_token(config, shape, kv_dtype),
+                    kv_tokens=0,
                 )
             )
+        devices = [needs] if is_shared else [[rank] for rank in needs]
+        ranks = [
+            replace(rank, kv_tokens=tokens)
+            for device in devices
+            for tokens in [_kv_tokens(device, memory_bytes - reserve_bytes)]
+            for rank in device
+        ]
         splits.append(TpMemory(tp=tp, ranks=tuple(ranks), kv_tokens_needed=needed))
-    return MemoryPlan(memory_bytes=memory_bytes, splits=tuple(splits))
+    return MemoryPlan(memory_bytes=memory_bytes, splits=tuple(splits), max_num_seqs=max_num_seqs)
+
+
+def _kv_tokens(ranks: list[RankMemory], memory_bytes: int) -> int:
+    """Tokens for which all of `ranks`, which share this memory, have room."""
+    left = memory_bytes - sum(rank.weight_bytes + rank.workspace_bytes for rank in ranks)
+    return max(0, left) // sum(rank.kv_bytes_per_token for rank in ranks)
 
 
 def kv_bytes_per_token(config: ModelConfig, shape: RankShape, kv_dtype: str) -> int:
@@ -164,21 +241,49 @@ def estimate_workspace(
 
 
 def check_fits(split: TpMemory, plan: MemoryPlan, *, device: str) -> None:
-    """Raise CapacityError, with what is missing and the least tp that fits, unless `split` fits."""
+    """Raise CapacityError unless `split` fits; it says what is missing, and what would fit."""
     if split.fits:
         return
     tightest = min(split.ranks, key=lambda rank: rank.kv_tokens)
-    bound = plan.lower_bound
-    remedy = (
-        f"the least tp that fits is {bound}"
-        if bound is not None
-        else "no tp fits: lower --max-model-len or --max-num-seqs, or use devices with more memory"
-    )
+    longest, bound = split.kv_tokens // plan.max_num_seqs, plan.lower_bound
+    remedies = [] if bound is None else [f"the least tp that fits is {bound}"]
+    if longest:
+        remedies.append(f"tp {split.tp} fits with --max-model-len {longest}")
+    elif bound is None:
+        remedies.append(
+            "no tp fits: lower --max-model-len or --max-num-seqs, or use devices with more memory"
+        )
     raise CapacityError(
         f"tp {split.tp} does not fit {device} with {plan.memory_bytes / GIB:.0f} GiB: rank "
         f"{tightest.rank} has {tightest.weight_bytes / GIB:.1f} GiB of weights and room for "
-        f"{tightest.kv_tokens} KV tokens, {split.kv_tokens_needed} are needed; {remedy}"
+        f"{tightest.kv_tokens} KV tokens, {split.kv_tokens_needed} are needed; "
+        f"{'; '.join(remedies)}"
     )
+
+
+def check_capacity(
+    config: ModelConfig,
+    device: DeviceMemory,
+    *,
+    tp: int,
+    dtype: str,
+    max_model_len: int,
+) -> None:
+    """Raise CapacityError unless one sequence of `max_model_len` tokens has room at `tp`.
+
+    The weights and the KV cache are of `dtype`.
+    """
+    plan = plan_memory(
+        config,
+        memory_bytes=device.num_bytes,
+        is_shared=device.is_shared,
+        dtype=dtype,
+        kv_dtype=dtype,
+        max_model_len=max_model_len,
+    )
+    split = next((split for split in plan.splits if split.tp == tp), None)
+    assert split is not None, f"tp {tp} was to be refused when the ranks were planned"
+    check_fits(split, plan, device=device.name)
 
 
 def required_bytes(

@@ -19,7 +19,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_file():
         if path.suffix == ".gguf":
             return GgufCheckpoint(path)
-        remedy = "name its directory" if path.suffix == ".safetensors" else "name a .gguf file"
+        remedies = {".safetensors": "name its directory", ".json": "name a directory with weights"}
+        remedy = remedies.get(path.suffix, "name a .gguf file")
         raise CheckpointError(f"{path}: is a single file, and no .gguf: {remedy}")
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such file or directory")

@@ -134,8 +134,11 @@ def weight_names(directory: Path) -> list[str]:
 def read_config(directory: Path) -> Mapping[str, Any] | None:
     """config.json of a directory; None when there is none. Raises CheckpointError."""
     path = directory / "config.json"
-    if not path.is_file():
-        return None
+    return read_config_file(path) if path.is_file() else None
+
+
+def read_config_file(path: Path) -> Mapping[str, Any]:
+    """The content of a config.json, whatever its name. Raises CheckpointError."""
     config = load_json(path, path.read_bytes())
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: holds no JSON object: no model config")

@@ -29,6 +29,7 @@ from shark_llm.hub.cache import (
     SMALL_FILES,
     RepoCache,
     read_config,
+    read_config_file,
     refuse_lfs_pointer,
     weight_names,
 )
@@ -61,7 +62,7 @@ class Metadata:
     """What is known of a model before its weights are fetched."""
 
     path: Path
-    """What `open_checkpoint` takes, once the weights are there."""
+    """What `open_checkpoint` takes, once the weights are there; a JSON file has none."""
     name: str
     revision: str | None
     """The commit; None for local files that tell of none."""
@@ -150,7 +151,13 @@ def fetch_weights(
 def _local_metadata(location: LocalModel) -> Metadata:
     """A local path as it stands; what is wrong with it is for `open_checkpoint` to say."""
     path = location.path.absolute()
-    if path.is_file():
+    if path.is_file() and path.suffix == ".json":  # the shapes of a model, without weights
+        files, config = [], read_config_file(path)
+        if path.name == "config.json":
+            name, revision = _snapshot_identity(path.parent.resolve())
+        else:
+            name, revision = path.stem, None
+    elif path.is_file():
         files, config = [path], None
         name, revision = path.resolve().stem, None
     else:
