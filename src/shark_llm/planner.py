@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from shark_llm.artifacts.irpa import DTYPE_BYTES
@@ -273,7 +274,8 @@ def check_capacity(
 
     The weights and the KV cache are of `dtype`.
     """
-    plan = plan_memory(
+    ask = partial(
+        plan_memory,
         config,
         memory_bytes=device.num_bytes,
         is_shared=device.is_shared,
@@ -281,9 +283,9 @@ def check_capacity(
         kv_dtype=dtype,
         max_model_len=max_model_len,
     )
-    split = next((split for split in plan.splits if split.tp == tp), None)
-    assert split is not None, f"tp {tp} was to be refused when the ranks were planned"
-    check_fits(split, plan, device=device.name)
+    (split,) = ask(tps=[tp]).splits
+    if not split.fits:  # only then it matters what else would
+        check_fits(split, ask(), device=device.name)
 
 
 def required_bytes(

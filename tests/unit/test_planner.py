@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from bundles import model_config
 from shark_llm.artifacts.irpa import ArchiveReader, Identity
+from shark_llm.compile.targets import TARGETS
 from shark_llm.errors import CapacityError, ShardingError, UsageError
 from shark_llm.model.config import ModelConfig
 from shark_llm.planner import (
     GIB,
     GPUS,
+    DeviceMemory,
+    check_capacity,
     check_fits,
+    device_memory,
     plan_memory,
     required_bytes,
 )
@@ -126,3 +131,38 @@ def test_required_bytes_are_those_of_the_files(tp: int, tmp_path: Path) -> None:
     for path in paths:
         data = sum(entry.nbytes for entry in ArchiveReader(path).entries.values())
         assert data < real[path.name] < data + 20_000
+
+
+def test_a_shorter_context_is_named_as_a_remedy() -> None:
+    device = DeviceMemory(name="mi300x", num_bytes=GPUS["mi300x"])
+    ask = partial(check_capacity, LLAMA_405B, device, tp=4, dtype="bf16")
+    with pytest.raises(CapacityError, match=r"tp that fits is 5; tp 4 fits with --max-model-len 3"):
+        ask(max_model_len=131072)
+    ask(max_model_len=3966)
+    with pytest.raises(CapacityError, match="3966"):
+        ask(max_model_len=3967)
+
+
+def test_ranks_that_share_a_memory_share_its_rest() -> None:
+    """Replicated kv heads cost a CPU more memory at each rank: 4 ranks at 2 kv heads hold 4."""
+    alone, four = plan_memory(
+        model_config(),
+        memory_bytes=4 * GIB,
+        is_shared=True,
+        dtype="f32",
+        kv_dtype="f32",
+        tps=[1, 4],
+        workspace_bytes=0,
+    ).splits
+    assert alone.kv_tokens // 2 == pytest.approx(four.kv_tokens, rel=1e-3)
+
+
+def test_the_device_of_a_target() -> None:
+    assert device_memory(TARGETS["gfx942"]) == DeviceMemory(name="mi300x", num_bytes=192 * GIB)
+    assert device_memory(TARGETS["gfx942"], "mi300a").num_bytes == 128 * GIB
+    assert device_memory(TARGETS["gfx1100"]).name == "gfx1100"
+    cpu = device_memory(TARGETS["x86-64-v3"])
+    assert cpu.is_shared
+    assert cpu.num_bytes > GIB
+    with pytest.raises(UsageError, match="--compile-target gfx950, or another GPU"):
+        device_memory(TARGETS["gfx942"], "mi355x")
