@@ -13,20 +13,12 @@ from typing import Any
 from benchmarks import builds, machine, page, peers, results, serving, steps, tables
 from benchmarks.load import LoadError
 from benchmarks.peers import PeerError
-from benchmarks.results import Result
+from benchmarks.results import BENCHMARKS, Result
 from benchmarks.servers import ServerError
 from benchmarks.steps import Setup, Shape
 from benchmarks.worker import WorkerError
 from shark_llm.errors import SharkError
 
-BENCHMARKS = {
-    "decode": "one decode step, by batch size",
-    "prefill": "one prefill, by prompt length",
-    "context": "one decode step, by length of context",
-    "serve": "shark-serve under load, beside its own module",
-    "start": "shark-serve from the start of its process to the first token",
-    "build": "shark-compile from the checkpoint to a verified bundle",
-}
 STANDARD = ("decode", "prefill", "context", "serve")
 RESULTS = peers.CACHE / "results"
 
@@ -134,15 +126,15 @@ def measure(options: argparse.Namespace, command: str) -> Path:
 
 def shapes(options: argparse.Namespace) -> list[Shape]:
     """The steps that decode, prefill or context measures."""
-    if options.benchmark == "decode":
-        return [Shape(phase="decode", batch=n, context=options.context) for n in options.batch]
-    phase, lengths = (
-        ("prefill", "tokens") if options.benchmark == "prefill" else ("decode", "context")
-    )
+    if options.benchmark == "prefill":
+        return [
+            Shape(phase="prefill", batch=n, context=count)
+            for n in options.batch
+            for count in options.tokens
+        ]
+    contexts = [options.context] if options.benchmark == "decode" else options.context
     return [
-        Shape(phase="prefill" if phase == "prefill" else "decode", batch=n, context=length)
-        for n in options.batch
-        for length in getattr(options, lengths)
+        Shape(phase="decode", batch=n, context=count) for n in options.batch for count in contexts
     ]
 
 

@@ -58,7 +58,7 @@ class LlamaSide:
         self._rows = self._tokens = 0
 
     def open(self, model: str, threads: int, kv_dtype: str) -> dict[str, str]:
-        """Load; returns what llama.cpp says it was built with."""
+        """Load; returns the package's version, and what llama.cpp says it was built with."""
         self._threads, self._kv_type = threads, GGML_TYPES[kv_dtype]
         self._model = llama_cpp.llama_model_load_from_file(
             model.encode(), llama_cpp.llama_model_default_params()
@@ -67,8 +67,7 @@ class LlamaSide:
             raise RuntimeError(f"llama.cpp does not load {model}")
         vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
-        info = llama_cpp.llama_print_system_info().decode()
-        return {"version": llama_cpp.__version__, "system_info": info.strip(" |")}
+        return {"version": llama_cpp.__version__, "build": build_features()}
 
     def prepare(self, phase: str, batch: int, context: int, steps: int) -> dict[str, str]:
         """Make a context of `batch` sequences; for decode, fill each with `context` tokens.
@@ -158,6 +157,14 @@ class LlamaSide:
         if code != 0:
             raise RuntimeError(f"llama_decode ended with {code}")
         llama_cpp.llama_synchronize(self._context)
+
+
+def build_features() -> str:
+    """The names in llama.cpp's own account of itself that are on: "AVX2 FMA OPENMP ..."."""
+    account: str = llama_cpp.llama_print_system_info().decode()
+    words = account.replace(":", "|").split("|")
+    pairs = [word.split("=") for word in words if "=" in word]
+    return " ".join(name.strip() for name, value in pairs if value.strip() != "0")
 
 
 if __name__ == "__main__":

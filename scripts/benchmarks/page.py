@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks import results, tables
 from benchmarks.peers import ROOT
+from benchmarks.results import BENCHMARKS, Result
 from shark_llm.errors import UsageError
 
 PAGE = ROOT / "docs" / "performance.md"
 KEPT = ROOT / "docs" / "performance"
-_SECTION = re.compile(
-    r"(<!-- results: (?P<name>[\w.-]+\.json) -->\n).*?(<!-- end of results -->)", re.DOTALL
-)
+BEGIN, END = "<!-- results: written by scripts/bench render -->", "<!-- end of results -->"
 
 
 def keep(paths: Iterable[Path]) -> None:
@@ -28,29 +26,29 @@ def keep(paths: Iterable[Path]) -> None:
         print(f"bench: kept {target.relative_to(ROOT)}")
 
 
-def render(text: str, kept: Path) -> str:
-    """The page with each marked section made anew from its file in `kept`.
+def render(text: str, kept: Iterable[Result]) -> str:
+    """The page with all that is between its markers made anew from `kept`.
 
-    Raises UsageError for a marker without its file, and for a file without a marker.
+    Raises UsageError when the page has not exactly one pair of markers.
     """
-    marked: set[str] = set()
+    before, begin, rest = text.partition(BEGIN + "\n")
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in after or END in before + after:
+        raise UsageError(f"the page must have the line {BEGIN} once, and {END} behind it")
+    order = list(BENCHMARKS)
+    ordered = sorted(kept, key=lambda result: (result.dtype, order.index(result.benchmark)))
+    sections = [
+        f"### {r.benchmark.capitalize()}, {r.dtype}\n\n{tables.section(r)}" for r in ordered
+    ]
+    return "\n".join([before + BEGIN, "", *sections, END]) + after
 
-    def fill(match: re.Match[str]) -> str:
-        name = match["name"]
-        marked.add(name)
-        return match[1] + "\n" + tables.section(results.read(kept / name)) + "\n" + match[3]
 
-    rendered = _SECTION.sub(fill, text)
-    there = {path.name for path in kept.glob("*.json")} if kept.is_dir() else set()
-    if unmarked := sorted(there - marked):
-        raise UsageError(
-            f"{unmarked[0]} has no place on the page: add the lines "
-            f"<!-- results: {unmarked[0]} --> and <!-- end of results --> where its table belongs"
-        )
-    return rendered
+def kept_results() -> list[Result]:
+    """Those of docs/performance."""
+    return [results.read(path) for path in KEPT.glob("*.json")]
 
 
 def write() -> None:
     """Make the page's tables anew."""
-    PAGE.write_text(render(PAGE.read_text(), KEPT))
+    PAGE.write_text(render(PAGE.read_text(), kept_results()))
     print(f"bench: wrote {PAGE.relative_to(ROOT)}")

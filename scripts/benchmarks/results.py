@@ -19,6 +19,15 @@ from shark_llm.errors import UsageError
 
 OURS = "shark-llm"
 PEER = "llama.cpp"
+BENCHMARKS = {
+    "decode": "one decode step, by batch size",
+    "prefill": "one prefill, by prompt length",
+    "context": "one decode step, by length of context",
+    "serve": "shark-serve under load, beside its own module",
+    "start": "shark-serve from the start of its process to the first token",
+    "build": "shark-compile from the checkpoint to a verified bundle",
+}
+Benchmark = Literal["decode", "prefill", "context", "serve", "start", "build"]
 
 
 class Fact(BaseModel):
@@ -162,7 +171,7 @@ class ServeCase(Fact):
     max_tokens: int
     series: list[LoadSeries]
     module: list[StepCase]
-    """Our module alone in the same rounds: the decode of as many rows, and the prompt's prefills."""
+    """Our module alone in the same rounds: the decode of as many rows, and prefills."""
 
     @property
     def ours(self) -> LoadSeries:
@@ -188,7 +197,7 @@ class Result(Fact):
     """One run of scripts/bench."""
 
     schema_version: Literal[1] = 1
-    benchmark: str
+    benchmark: Benchmark
     command: str
     started: str
     commit: str

@@ -65,7 +65,7 @@ def measure(setup: Setup, shapes: Sequence[Shape], cores: Sequence[int]) -> Meas
     weights = weight_bytes(setup.bundle, manifest)
     cases: list[StepCase] = []
     bandwidth: list[Bandwidth] = []
-    versions = {"llama-cpp-python": "", "llama.cpp build": ""}
+    versions = {"llama-cpp-python": "", "llama.cpp built with": ""}
     for count, cpus in pinned.items():
         with ExitStack() as stack:
             ours = stack.enter_context(open_ours(setup, manifest, shapes, cpus))
@@ -74,7 +74,7 @@ def measure(setup: Setup, shapes: Sequence[Shape], cores: Sequence[int]) -> Meas
             opened = theirs.call("open", model=str(gguf), threads=count, kv_dtype=kv_dtype)
             versions = {
                 "llama-cpp-python": opened["version"],
-                "llama.cpp build": opened["system_info"],
+                "llama.cpp built with": opened["build"],
             }
             memory = stack.enter_context(open_memory(library, cpus))
             speeds: list[dict[str, float]] = []

@@ -17,6 +17,9 @@ from benchmarks.results import (
     paired_ratios,
 )
 
+NOISY = 0.1
+"""When others take more of the machine than this, a run says so."""
+
 
 def section(result: Result) -> str:
     """The facts of a run and all its tables."""
@@ -36,6 +39,7 @@ def facts(result: Result) -> str:
     kind = "virtual machine" if machine.virtual else "machine"
     caches = ", ".join(f"{name} {size}" for name, size in machine.caches.items())
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    worst = _worst_others(result)
     lines = [
         f"`{result.command}`",
         "",
@@ -45,7 +49,7 @@ def facts(result: Result) -> str:
         f"instruction sets: {' '.join(machine.features) or 'unknown'}.",
         f"{versions}.",
         f"Load average before the run: {machine.load[0]}; other processes and guests took at most "
-        f"{_percent(_worst_others(result))} of the machine in any round.",
+        f"{_percent(worst)} of the machine in any round.",
     ]
     lines += [
         f"Memory bandwidth, {band.cores} {_cores(band.cores)}: triad "
@@ -53,6 +57,8 @@ def facts(result: Result) -> str:
         f"(medians of {len(band.triad)}); the best, {band.best:.1f}, makes the floor."
         for band in result.bandwidth
     ]
+    if worst > NOISY:
+        lines.append("**This run was disturbed: read its ratios with care, and measure again.**")
     return "\n".join(lines)
 
 
@@ -94,6 +100,8 @@ def serve_table(result: Result) -> str:
             ratios = "" if series is ours else _ratio(paired_ratios(_rates(ours), _rates(series)))
             rows.append([str(case.cores), str(case.concurrency), *_served(series), ratios])
             rows[-1].append(_percent(max(r.others for r in series.rounds)))
+    if all(len(case.series) == 1 for case in result.serve):
+        header, rows = _without(-2, header), [_without(-2, row) for row in rows]
     return table(header, rows)
 
 
@@ -151,6 +159,10 @@ def timing_table(timings: Sequence[Timing]) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _without(column: int, row: list[str]) -> list[str]:
+    return row[:column] + row[column:][1:]
 
 
 def _served(series: LoadSeries) -> list[str]:
