@@ -96,6 +96,8 @@ def run_app(
         # Whoever read our output has enough. Python would complain once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    if code == INTERRUPTED_EXIT_CODE:  # typer turns a KeyboardInterrupt into this
+        _fail(program, "interrupted", code)
     sys.exit(code or 0)
 
 
