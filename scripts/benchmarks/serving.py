@@ -33,6 +33,9 @@ from shark_llm.artifacts.manifest import Manifest
 from shark_llm.errors import UsageError
 
 START_PROMPT_TOKENS = 16
+KEPT_ANSWERS = 4
+"""Our prefix cache may keep this many finished requests of a stream before it must evict; with the
+server's own default, of all that fits, it would never have to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +85,12 @@ def start_servers(
     """Ours, then theirs if wanted; each is started when asked for."""
     streams = max(traffic.concurrency)
     page = manifest.page_size
-    tokens = streams * -(-(traffic.prompt_tokens + traffic.max_tokens) // page) * page
+    per_stream = -(-(traffic.prompt_tokens + traffic.max_tokens) // page) * page
     yield servers.ours(
         setup.bundle,
         device=setup.device,
         cpus=cpus,
-        kv_cache_tokens=tokens,
+        kv_cache_tokens=streams * per_stream * KEPT_ANSWERS,
         max_num_seqs=streams,
     )
     if llama_server is not None:
@@ -95,7 +98,7 @@ def start_servers(
             llama_server,
             peers.gguf(setup.dtype),
             cpus=cpus,
-            kv_cache_tokens=-(-tokens // 256) * 256,
+            kv_cache_tokens=streams * -(-2 * per_stream // 256) * 256,
             max_num_seqs=streams,
         )
 

@@ -48,16 +48,18 @@ def facts(result: Result) -> str:
         f"({machine.threads} threads), {machine.memory_gib} GiB, {caches}, {machine.kernel}; "
         f"instruction sets: {' '.join(machine.features) or 'unknown'}.",
         f"{versions}.",
-        f"Load average before the run: {machine.load[0]}; other processes and guests took at most "
-        f"{_percent(worst)} of the machine in any round.",
+        f"Load average before the run: {machine.load[0]}.",
     ]
+    if worst is not None:
+        share = f"at most {_percent(worst)} of the machine in any round"
+        lines.append(f"Other processes and guests took {share}.")
     lines += [
         f"Memory bandwidth, {band.cores} {_cores(band.cores)}: triad "
         f"{statistics.median(band.triad):.1f}, reading {statistics.median(band.read):.1f} GB/s "
         f"(medians of {len(band.triad)}); the best, {band.best:.1f}, makes the floor."
         for band in result.bandwidth
     ]
-    if worst > NOISY:
+    if worst is not None and worst > NOISY:
         lines.append("**This run was disturbed: read its ratios with care, and measure again.**")
     return "\n".join(lines)
 
@@ -184,11 +186,11 @@ def _served(series: LoadSeries) -> list[str]:
 _GAPS: tuple[Callable[..., float], ...] = (lambda r: r.gap_p50_ms, lambda r: r.gap_p95_ms)
 
 
-def _worst_others(result: Result) -> float:
+def _worst_others(result: Result) -> float | None:
     steps = [*result.steps, *(case for serve in result.serve for case in serve.module)]
     rounds: list[Round] = [r for case in steps for s in case.series for r in s.rounds]
     loads = [r for case in result.serve for s in case.series for r in s.rounds]
-    return max([0.0, *(r.others for r in rounds), *(r.others for r in loads)])
+    return max([*(r.others for r in rounds), *(r.others for r in loads)], default=None)
 
 
 def _rates(series: LoadSeries) -> list[float]:
