@@ -9,6 +9,7 @@ import ctypes
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,19 @@ def convert(source: str, destination: str, dtype: str) -> None:
     staged.replace(destination)
 
 
+@dataclass(frozen=True)
+class Form:
+    """How llama.cpp attends, and keeps several sequences."""
+
+    flash: bool
+    unified: bool
+
+    def named(self, sequences: int) -> dict[str, str]:
+        """As the result keeps it."""
+        names = {"attention": "flash" if self.flash else "plain"}
+        return names if sequences == 1 else names | {"kv": "one" if self.unified else "each"}
+
+
 class LlamaSide:
     """One loaded GGUF file, and the case being measured."""
 
@@ -72,20 +86,20 @@ class LlamaSide:
     def prepare(self, phase: str, batch: int, context: int, steps: int) -> dict[str, str]:
         """Make a context of `batch` sequences; for decode, fill each with `context` tokens.
 
-        Several sequences may share one KV cache or have one each. Which is faster depends on their
-        number and length, so both are tried and the faster is kept.
+        Fused ("flash") attention may be on or off, and several sequences may share one KV cache or
+        have one each. Which is faster depends on the case, so all are tried and the best is kept.
         """
         self._phase, self._rows, self._tokens = phase, batch, context
-        if batch == 1:
-            self._make_context(unified=True, steps=steps)
-            return {}
-        trial: dict[bool, float] = {}
-        for unified in (True, False):
-            self._make_context(unified=unified, steps=steps)
-            trial[unified] = statistics.median(self.round(min(6, steps - 2), 2)["wall_us"])
-        if trial[True] < trial[False]:
-            self._make_context(unified=True, steps=steps)
-        return {"kv_cache": "unified" if trial[True] < trial[False] else "per sequence"}
+        caches = (True,) if batch == 1 else (True, False)
+        forms = [Form(flash=flash, unified=one) for flash in (True, False) for one in caches]
+        trial: dict[Form, float] = {}
+        for form in forms:
+            self._make_context(form, steps)
+            trial[form] = statistics.median(self.round(min(4, steps - 1), 1)["wall_us"])
+        best = min(trial, key=lambda form: trial[form])
+        if best != forms[-1]:
+            self._make_context(best, steps)
+        return best.named(batch)
 
     def round(self, steps: int, warmup: int) -> dict[str, Any]:
         """Decode steps behind the context, or prefills of it, all sequences at once."""
@@ -111,7 +125,7 @@ class LlamaSide:
             rows = [(row, 0, self._tokens) for row in range(self._rows)]
         self._fill_batch(rows)
 
-    def _make_context(self, *, unified: bool, steps: int) -> None:
+    def _make_context(self, form: Form, steps: int) -> None:
         self._free_context()
         per_row = -(-(self._tokens + steps) // 256) * 256
         parameters = llama_cpp.llama_context_default_params()
@@ -121,7 +135,8 @@ class LlamaSide:
         parameters.n_ubatch = MICRO_BATCH
         parameters.n_threads = parameters.n_threads_batch = self._threads
         parameters.type_k = parameters.type_v = self._kv_type
-        parameters.kv_unified = unified
+        parameters.kv_unified = form.unified
+        parameters.flash_attn_type = int(form.flash)
         self._context = llama_cpp.llama_init_from_model(self._model, parameters)
         if not self._context:
             raise RuntimeError(f"llama.cpp makes no context of {parameters.n_ctx} tokens")
