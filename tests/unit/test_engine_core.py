@@ -12,6 +12,7 @@ from engine_driver import Answer, Driver, alone, make_request
 from fake_runner import FakeRunner
 from shark_llm.engine.core import EngineCore
 from shark_llm.engine.request import ErrorEvent, Event, Request, SamplingParams
+from shark_llm.engine.sampling import sample
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.errors import UsageError
 from shark_llm.runtime.runner import Phase, Row
@@ -203,6 +204,45 @@ def test_prompt_logprobs() -> None:
         reference = logits - np.log(np.exp(logits).sum())
         assert scores[i].logprob == pytest.approx(reference[prompt[i]], abs=1e-4)
         assert scores[i].top[0][0] == reference.argmax()
+
+
+def test_a_prompt_one_longer_than_the_pages_is_scored() -> None:
+    """Its last token is never read, so it was accepted; its page did not exist, so it could not be
+    admitted, and the engine thread ended for everybody."""
+    driver = Driver(make_runner(num_pages=5))
+    assert driver.core.max_model_len == 65
+    small = driver.add(numbers(0, 20))
+    answer = driver.add(numbers(100, 65), max_tokens=0, prompt_logprobs=1)
+    driver.run()
+    assert len(answer.prompt_logprobs) == 65
+    assert answer.finish.finish_reason == "length"
+    assert small.tokens == alone(driver.runner, numbers(0, 20)).tokens
+
+
+def test_an_eos_id_beyond_the_vocabulary_hurts_nobody() -> None:
+    """min_tokens wanted to ban it, outside the row of logits: the engine thread ended."""
+    driver = Driver(make_runner(), eos_token_ids=(5, 512, 10**6))
+    answer = driver.ask(numbers(0, 20), min_tokens=3)
+    assert len(answer.tokens) >= 3
+    assert driver.core.eos_token_ids == {5}
+
+
+def test_a_fault_while_sampling_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of our own in one request's parameters may not end the others'."""
+
+    def broken(logits: Any, best: int, state: Any) -> Any:
+        if state.params.top_k == 7:
+            raise IndexError("a bug")
+        return sample(logits, best, state)
+
+    monkeypatch.setattr("shark_llm.engine.core.sample", broken)
+    driver = Driver(make_runner())
+    good = driver.add(numbers(0, 20))
+    bad = driver.add(numbers(50, 20), top_k=7)
+    driver.run()
+    assert bad.error.code == "internal_error"
+    assert "a bug" not in bad.error.message
+    assert good.tokens == alone(driver.runner, numbers(0, 20)).tokens
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 40])

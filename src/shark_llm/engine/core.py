@@ -30,7 +30,7 @@ from shark_llm.engine.request import (
     RequestTimings,
     TokenEvent,
 )
-from shark_llm.engine.sampling import SamplerState, best_tokens, sample, token_logprobs
+from shark_llm.engine.sampling import F32, SamplerState, best_tokens, sample, token_logprobs
 from shark_llm.engine.scheduler import ScheduledRow, Scheduler
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.engine.state import RequestState
@@ -60,7 +60,8 @@ class EngineCore:
             )
         self.runner = runner
         self.settings = settings
-        self.eos_token_ids = frozenset(eos_token_ids)
+        # Tokenizers may name an EOS that the model has no row for: it can never be drawn.
+        self.eos_token_ids = frozenset(t for t in eos_token_ids if 0 <= t < runner.vocab_size)
         self.max_model_len = _max_model_len(runner, settings)
         self.scheduler = self._new_scheduler()
         self.failure: str | None = None
@@ -241,26 +242,35 @@ class EngineCore:
                 continue
             self.scheduler.computed(row)
             if row.end == len(state.tokens):
-                drawn = sample(logits[i], int(best[i]), state.sampler)
-                if drawn is None:
-                    message = "min_tokens and the stop tokens leave no token to choose from"
-                    self._fail(state, message, "invalid_logits")
-                    continue
-                self._accept(
-                    state,
-                    drawn.token_id,
-                    TokenEvent(token_id=drawn.token_id, logprobs=drawn.logprobs),
-                )
+                self._draw(state, logits[i], int(best[i]))
             elif state.is_scoring and row.end > state.last_wanted:
-                assert state.prompt_logprobs is not None
-                count = state.request.sampling.prompt_logprobs or 0
-                state.prompt_logprobs.append(
-                    token_logprobs(logits[i], state.tokens[row.end], count)
-                )
-                if not state.is_scoring:
-                    self._prompt_scored(state)
-                    if state.request.sampling.max_tokens == 0:
-                        self._finish(state, "length")
+                self._score(state, logits[i])
+
+    def _draw(self, state: RequestState, logits: F32, best: int) -> None:
+        try:
+            drawn = sample(logits, best, state.sampler)
+        except Exception:  # a fault of our own, with this request's parameters: the others go on
+            logger.exception("sampling failed for request %s", state.request.request_id)
+            self._fail(state, "the server failed to choose the next token", "internal_error")
+            return
+        if drawn is None:
+            message = "min_tokens and the stop tokens leave no token to choose from"
+            self._fail(state, message, "invalid_logits")
+            return
+        event = TokenEvent(token_id=drawn.token_id, logprobs=drawn.logprobs)
+        self._accept(state, drawn.token_id, event)
+
+    def _score(self, state: RequestState, logits: F32) -> None:
+        """Say how likely the next token of the prompt was; (V,) are the logits before it."""
+        assert state.prompt_logprobs is not None
+        params = state.request.sampling
+        next_token = state.tokens[len(state.prompt_logprobs)]
+        scored = token_logprobs(logits, next_token, params.prompt_logprobs or 0)
+        state.prompt_logprobs.append(scored)
+        if not state.is_scoring:
+            self._prompt_scored(state)
+            if params.max_tokens == 0:
+                self._finish(state, "length")
 
     def _accept(self, state: RequestState, token: int, event: TokenEvent) -> None:
         """A token was drawn: send it, or end the request with it, or both."""

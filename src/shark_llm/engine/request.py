@@ -100,8 +100,9 @@ class ErrorEvent:
     """The request failed after it was accepted.
 
     `code`: forward_failed (the runner raised), invalid_logits (not finite, or nothing left to
-    choose from), engine_dead, integrity_breach (page ownership was found broken before it started),
-    sink_failed (its sink raised).
+    choose from), internal_error (a fault of our own with this request), engine_dead,
+    integrity_breach (page ownership was found broken before it started), sink_failed (its sink
+    raised).
     """
 
     is_terminal: ClassVar[bool] = True

@@ -264,7 +264,7 @@ class Scheduler:
             state.computed_len = node.depth * self.page_size
             count = self._chunk(state, budget)
             self.cache.lock(node)  # or its own pages would count as evictable
-            needed = -(-len(state.tokens) // self.page_size) - node.depth
+            needed = -(-state.num_positions // self.page_size) - node.depth
             # One page more for each running request, or the next page boundary preempts this one.
             available = self.pool.num_free + self.cache.num_evictable - len(self.running)
             if count == 0 or needed > available:

@@ -93,6 +93,12 @@ class RequestState:
         return len(self.tokens) - 1
 
     @property
+    def num_positions(self) -> int:
+        """Positions whose keys must have a place before the next token can be drawn. A prompt that
+        is scored only never reads its last token, and may be one longer than the pages hold."""
+        return len(self.tokens) - (self.request.sampling.max_tokens == 0)
+
+    @property
     def num_wanted(self) -> int:
         """Positions to compute until the next logits are there: 1 in decode, more in prefill."""
         return self.last_wanted + 1 - self.computed_len
