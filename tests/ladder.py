@@ -1,7 +1,7 @@
 """The equivalence ladder's parts: kinds of checkpoints, the judge, and ways to walk a sequence.
 
-The judge is transformers in float32 on the same files. Everything else is a `ModelRunner`: the
-eager model here (`EagerRunner`), a compiled module in tests/iree. `walk` and `generate` take either.
+The judge is transformers in float32 on the same files. All else is a `ModelRunner`: the eager model
+here (`EagerRunner`), a compiled module in tests/iree. `walk` and `generate` take either.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from shark_llm.runtime.runner import ModelRunner, Phase, Row
 from shark_llm.sharding.apply import TORCH_DTYPES
 from shark_llm.sharding.plan import plan_parameters
 from tiny import tiny_config, tiny_weights, write_tiny
+
+# Tiny products are no work for two threads, which on a busy machine wait for each other.
+torch.set_num_threads(1)
 
 PAGE = 16
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 100)

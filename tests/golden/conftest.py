@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from ladder import Judge, write_kind
 from shark_llm.sharding.apply import TORCH_DTYPES
@@ -26,12 +25,3 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
         return directory, Judge(directory)
 
     return make
-
-
-@pytest.fixture(autouse=True, scope="package")
-def _one_torch_thread() -> Iterator[None]:
-    """Tiny products are no work for two threads, which on a busy machine wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
