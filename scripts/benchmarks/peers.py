@@ -15,6 +15,7 @@ import tarfile
 from pathlib import Path
 
 import model as demo_model  # scripts/model.py: fetches the model that everything here uses
+from filelock import FileLock
 
 from benchmarks.worker import Worker
 from shark_llm.artifacts.cpu import host_cpu_features
@@ -23,7 +24,7 @@ from shark_llm.errors import UsageError
 ROOT = Path(__file__).parents[2]
 CACHE = ROOT / ".cache" / "bench"
 LLAMA_CPP_PYTHON = "0.3.36"
-CMAKE_FLAGS = ("-DGGML_NATIVE=ON", "-DCMAKE_BUILD_TYPE=Release")
+CMAKE_FLAGS = ("-DGGML_NATIVE=ON", "-DCMAKE_BUILD_TYPE=Release", "-DLLAVA_BUILD=OFF")
 ENVIRONMENT = CACHE / "llama.cpp"
 PYTHON = ENVIRONMENT / "bin" / "python"
 SERVER = ENVIRONMENT / "bin" / "llama-server"
@@ -38,41 +39,42 @@ def llama_cpp() -> Path:
     """The Python that has llama-cpp-python; the first call builds its environment (minutes)."""
     made_from = "\n".join([LLAMA_CPP_PYTHON, *CMAKE_FLAGS, *sorted(host_cpu_features())])
     stamp = ENVIRONMENT / "stamp"
-    if stamp.exists() and stamp.read_text() == made_from:
-        return PYTHON
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / "llama.cpp.lock"):
+        if not (stamp.exists() and stamp.read_text() == made_from):
+            _install_llama_cpp()
+            stamp.write_text(made_from)
+    return PYTHON
+
+
+def _install_llama_cpp() -> None:
     print(f"bench: building llama-cpp-python {LLAMA_CPP_PYTHON} for this CPU (minutes)", flush=True)
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
     log = CACHE / "llama.cpp.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     log.write_bytes(b"")
     _run([sys.executable, "-m", "venv", str(ENVIRONMENT)], log)
     install = [str(PYTHON), "-m", "pip", "install", "--no-input", "--no-cache-dir"]
     install += ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
     _run(install, log, CMAKE_ARGS=" ".join(CMAKE_FLAGS))
-    stamp.write_text(made_from)
-    return PYTHON
 
 
 def llama_server() -> Path:
     """The llama-server of the same source and flags; built by the first call (minutes)."""
-    python = llama_cpp()
-    if SERVER.exists():
-        return SERVER
+    llama_cpp()
+    with FileLock(CACHE / "llama.cpp.lock"):
+        if not SERVER.exists():
+            _build_llama_server()
+    return SERVER
+
+
+def _build_llama_server() -> None:
     print("bench: building llama-server from the same source (minutes)", flush=True)
     log, room = CACHE / "llama-server.log", ENVIRONMENT / "source"
     log.write_bytes(b"")
     shutil.rmtree(room, ignore_errors=True)
-    download = [
-        str(python),
-        "-m",
-        "pip",
-        "download",
-        "--no-input",
-        "--no-deps",
-        "--dest",
-        str(room),
-    ]
+    download = [str(PYTHON), "-m", "pip", "download", "--no-input", "--no-deps"]
     download += ["--no-binary", ":all:", f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
+    download += ["--dest", str(room)]
     _run(download, log)
     (sdist,) = room.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -86,7 +88,6 @@ def llama_server() -> Path:
     _run(["cmake", "--build", str(build), "--target", "llama-server", "--parallel", jobs], log)
     shutil.copy2(build / "bin" / "llama-server", SERVER)
     shutil.rmtree(room)
-    return SERVER
 
 
 def gguf(dtype: str) -> Path:
