@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import load, page, results, steps, tables, timing  # noqa: E402
+from benchmarks import load, page, results, steps, tables, timing, worker  # noqa: E402
 from benchmarks.results import (  # noqa: E402
     OURS,
     PEER,
@@ -24,7 +24,18 @@ from benchmarks.results import (  # noqa: E402
     StepCase,
 )
 
-__all__ = ["OURS", "PEER", "command", "load", "page", "results", "steps", "tables", "timing"]
+__all__ = [
+    "OURS",
+    "PEER",
+    "command",
+    "load",
+    "page",
+    "results",
+    "steps",
+    "tables",
+    "timing",
+    "worker",
+]
 
 
 def a_round(*milliseconds: float, cpu: float = 1.0, others: float = 0.01) -> Round:

@@ -51,6 +51,10 @@ class Worker:
                 env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def call(self, name: str, **arguments: Any) -> Any:
         """Run one handler to its end. Raises WorkerError when it, or the process, fails."""
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -75,6 +79,7 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
@@ -82,6 +87,7 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
 
 def serve(handlers: dict[str, Callable[..., Any]]) -> None:
