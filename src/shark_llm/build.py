@@ -40,7 +40,7 @@ from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.compile.dev_artifacts import write_dev_artifacts
 from shark_llm.compile.dev_directory import describes, dev_staging, write_report
 from shark_llm.errors import CapacityError
-from shark_llm.hub import Metadata, fetch_weights
+from shark_llm.hub import LocalModel, Metadata, fetch_weights
 from shark_llm.reuse import Reuse, find_reuse, manifest_digest, open_old
 from shark_llm.stages import Reporter, StageClock, StageRecord
 
@@ -182,6 +182,8 @@ def _plan(
         checkpoint = open_local(metadata)
         for note in (*metadata.notes, *(checkpoint.notes if checkpoint else ())):
             clock.reporter.note(note)
+        if isinstance(metadata.location, LocalModel) and settings.hub.cache_dir is not None:
+            clock.reporter.note(f"{settings.model} is a local path: --hf-cache-dir has no effect")
     if checkpoint is None and metadata.config is None and may_fetch:
         # A GGUF file holds its config itself: there is nothing to plan with before it is here.
         metadata = _fetch(settings, metadata, clock)

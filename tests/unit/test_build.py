@@ -24,6 +24,7 @@ from shark_llm.errors import (
     UsageError,
     VerificationError,
 )
+from shark_llm.hub import HubSettings
 
 
 @pytest.fixture
@@ -105,6 +106,16 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, t0: Path, compile_side: FakeC
     after = plan_build(wanted, ListReporter())
     assert (after.reuse.everything, after.dev_is_there) == (True, True)
     assert after.needed_bytes == before.needed_bytes - size
+
+
+def test_a_flag_without_effect_is_said(
+    tmp_path: Path, t0: Path, compile_side: FakeCompileSide
+) -> None:
+    reporter = ListReporter()
+    hub = HubSettings(cache_dir=tmp_path / "cache")
+    build(settings(t0, tmp_path / "bundle", hub=hub), reporter)
+    assert f"{t0} is a local path: --hf-cache-dir has no effect" in reporter.notes
+    assert not (tmp_path / "cache").exists()
 
 
 # --- refusals ------------------------------------------------------------------------------------

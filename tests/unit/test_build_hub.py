@@ -18,8 +18,10 @@ from shark_llm.errors import (
     SharkError,
     UnsupportedModelError,
     UnsupportedTargetError,
+    UsageError,
 )
 from shark_llm.hub import HubSettings
+from tiny_gguf import write_tiny_gguf
 
 
 @pytest.fixture
@@ -129,6 +131,24 @@ def test_download_and_bundle_must_fit_one_disk_together(
     with pytest.raises(CapacityError, match=f"the disk of both has {free} free"):
         build(settings("org/tiny", tmp_path / "bundle"), ListReporter())
     assert not fetched_weights(hub)
+
+
+def test_a_gguf_file_of_the_hub_is_fetched_before_it_is_planned(
+    tmp_path: Path, hub: LoopbackHub, compile_side: FakeCompileSide
+) -> None:
+    """It holds its config itself: a dry run says that it cannot know, a build goes on."""
+    config = tiny.tiny_config()
+    path = write_tiny_gguf(tmp_path / "m.gguf", config, tiny.tiny_weights(config), kind="Q8_0")
+    commit = hub.add_repo("org/quants", {"m.gguf": path.read_bytes()})
+    wanted = settings("org/quants:m.gguf", tmp_path / "bundle")
+    with pytest.raises(UsageError, match="--dry-run can only plan what is in the cache"):
+        plan_build(wanted, ListReporter())
+    reporter = ListReporter()
+    manifest = build(wanted, reporter).manifest
+    assert reporter.started[:3] == ["resolve", "fetch", "plan"]
+    assert (manifest.source.name, manifest.source.revision) == ("org/quants:m.gguf", commit)
+    assert manifest.dtype == "bf16"  # of quantized weights f32 would only store noise
+    assert plan_build(wanted, ListReporter()).reuse.everything
 
 
 def test_the_token_is_nowhere(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,14 @@ from bundles import publish_sample
 from shark_llm.cli import compile as compile_cli
 from shark_llm.cli import serve as serve_cli
 from shark_llm.errors import CompileError
+
+
+@pytest.fixture(autouse=True)
+def _own_sigterm() -> Iterator[None]:
+    """The command handles SIGTERM; the test process wants its own back."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture
@@ -158,6 +170,42 @@ def test_failures_leave_nothing_half_written(
     assert run("--hf-model", t0, "--output-artifacts-dir", tmp_path / "b") == code
     assert capsys.readouterr().err.splitlines() == [message]
     assert [p.name for p in tmp_path.iterdir()] == ["t0"]
+
+
+def test_sigterm_ends_the_compiler_and_cleans_up(tmp_path: Path, t0: Path) -> None:
+    """As Ctrl-C does: no partial directory, no compiler that goes on for nobody."""
+    script = tmp_path / "bin" / "iree-compile"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\necho $$ > {tmp_path / 'pid'}\nexec sleep 100\n")
+    script.chmod(0o755)
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from build_harness import FakeCompileSide\n"
+        "from shark_llm.cli.compile import main\n"
+        "from shark_llm.export import compose\n"
+        "compose.export_module = FakeCompileSide().export_module\n"
+        f"sys.executable = {str(script.with_name('python'))!r}\n"
+        "main(sys.argv[1:])\n"
+    )
+    argv = ["--hf-model", t0, "--output-artifacts-dir", tmp_path / "b"]
+    argv += ["--output-dev-artifacts-dir", tmp_path / "d"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, argv)], env=env)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "pid", "t0"]
 
 
 def test_without_the_compile_side_the_remedy_is_said(

@@ -178,6 +178,18 @@ def test_the_first_diagnostic_is_shown_and_all_are_kept(
     assert not (tmp_path / "out.vmfb").exists()
 
 
+def test_temporary_files_lie_where_the_output_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F06: a small /tmp does not matter as long as the target has room."""
+    source = fake_compiler(tmp_path, monkeypatch, 'echo x > "$TMPDIR/temporary"; pwd > "$3"; env')
+    monkeypatch.setenv("TMPDIR", "/no/such/place")
+    out_dir = tmp_path / "out"
+    out_dir.mkdir()
+    run_compiler(source, out_dir / "model.vmfb", [])
+    assert [path.name for path in out_dir.iterdir()] == ["model.vmfb"]
+
+
 def test_a_compiler_that_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = fake_compiler(tmp_path, monkeypatch, "kill -SEGV $$")
     with pytest.raises(CompileError, match="was killed by signal 11"):

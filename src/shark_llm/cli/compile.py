@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 
@@ -247,6 +250,8 @@ def build(
     )
     console = Console()
     reporter = make_reporter(console)
+    # As for Ctrl-C: the compiler is ended and what is half written removed.
+    signal.signal(signal.SIGTERM, _end)
     try:
         if dry_run:
             lines = plan_lines(plan_build(settings, reporter))
@@ -256,6 +261,10 @@ def build(
         reporter.close()
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _end(signal_number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + signal_number)  # what shells report for a program that a signal has ended
 
 
 def _tp(mode: str | None, tp: int | None) -> int:

@@ -57,20 +57,24 @@ def run_compiler(source: Path, output: Path, flags: Sequence[str]) -> CompileRes
     executable = Path(sys.executable).parent / "iree-compile"
     command = compiler_command(source.name, output.resolve(), flags)
     started = time.monotonic()
-    with tempfile.TemporaryFile() as log:
-        try:
-            process = subprocess.Popen(
-                [str(executable), *command[1:]],
-                cwd=source.parent,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        except OSError as error:
-            raise CompileError(
-                f"cannot run {executable} ({error.strerror}): install iree-base-compiler "
-                "(pip install 'shark-llm[compile]')"
-            ) from error
+    # The compiler's temporary files, and what it says, go where its output goes: /tmp may be small.
+    with tempfile.TemporaryDirectory(prefix=".compiler-", dir=output.parent) as scratch:
+        log_path = Path(scratch) / "log"
+        with log_path.open("wb") as log:
+            try:
+                process = subprocess.Popen(
+                    [str(executable), *command[1:]],
+                    cwd=source.parent,
+                    env={**os.environ, "TMPDIR": str(Path(scratch).resolve())},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            except OSError as error:
+                raise CompileError(
+                    f"cannot run {executable} ({error.strerror}): install iree-base-compiler "
+                    "(pip install 'shark-llm[compile]')"
+                ) from error
         try:
             # wait4 gives this process's own memory, which subprocess does not.
             _, status, usage = os.wait4(process.pid, 0)
@@ -80,8 +84,7 @@ def run_compiler(source: Path, output: Path, flags: Sequence[str]) -> CompileRes
             output.unlink(missing_ok=True)
             raise
         process.returncode = code = os.waitstatus_to_exitcode(status)
-        log.seek(0)
-        text = log.read().decode(errors="replace")
+        text = log_path.read_bytes().decode(errors="replace")
     seconds = time.monotonic() - started
     if code:
         output.unlink(missing_ok=True)
