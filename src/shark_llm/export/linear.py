@@ -172,26 +172,18 @@ class LinearLibrary:
     def _packed_mlp(
         self, m: int | None, h: int, i: int, *, gate_bias: bool, up_bias: bool
     ) -> list[str]:
-        """Gate and up as one product, silu on its tiles, and these turned into the tiles that the
-        product of down reads: one pass, where unpacking and packing again would be scalar code."""
+        """Silu on the tiles of gate and up, and these turned into the tiles that down reads: one
+        pass, where unpacking and packing again would be scalar code.
+
+        Two products, not one of joined weights: the compiler shares a packed weight among entry
+        points, but not a joined one.
+        """
         tiles, tile_n = self._tiles(m), self.form.tile_n
-        both = f"tensor<{2 * i}x{h}x{self.dtype}>"
-        packed = self._packed_type(tiles, 2 * i)
         half = self._packed_type(tiles, i)
-        m_tiles = tiles.size_tiles or tiles.tiles
-        lines = [
-            *self._pack_rows(tiles, h, "%x", "%x_packed"),
-            f"%w_both = tensor.concat dim(0) %wg, %wu : ({self._type(i, h)}, {self._type(i, h)}) "
-            f"-> {both}",
-            *self._pack_weight(h, 2 * i, "%w_both", "%w_packed"),
-            *self._mmt4d(tiles, h, 2 * i, "%x_packed", "%w_packed", "%both"),
-        ]
-        for key, offset in (("g", 0), ("u", i // tile_n)):
-            lines.append(
-                f"%{key} = tensor.extract_slice %both[0, {offset}, 0, 0] "
-                f"[{m_tiles}, {i // tile_n}, {tiles.tile}, {tile_n}] [1, 1, 1, 1] : "
-                f"{packed} to {half}"
-            )
+        lines = self._pack_rows(tiles, h, "%x", "%x_packed")
+        for key in ("g", "u"):
+            lines += self._pack_weight(h, i, f"%w{key}", f"%w{key}_packed")
+            lines += self._mmt4d(tiles, h, i, "%x_packed", f"%w{key}_packed", f"%{key}")
         operands = {}
         for key, has_bias in (("g", gate_bias), ("u", up_bias)):
             operands[key] = f"%{key}_all" if has_bias else f"%{key}"
