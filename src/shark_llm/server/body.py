@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,6 +12,8 @@ from shark_llm.errors import RequestError
 from shark_llm.server.errors import from_validation_error, shorten
 
 Model = TypeVar("Model", bound=BaseModel)
+
+_INLINE_BYTES = 65_536  # larger bodies are parsed on a thread: 16 MB take seconds
 
 
 async def read_body(request: Request, model: type[Model], *, max_bytes: int) -> Model:
@@ -25,6 +28,8 @@ async def read_body(request: Request, model: type[Model], *, max_bytes: int) -> 
     try:
         # pydantic's own JSON reader refuses what json.loads lets through and what breaks later:
         # lone surrogates, invalid UTF-8, a byte order mark, NaN.
+        if len(raw) > _INLINE_BYTES:
+            return await asyncio.to_thread(model.model_validate_json, raw)
         return model.model_validate_json(raw)
     except ValidationError as error:
         raise from_validation_error(error) from None

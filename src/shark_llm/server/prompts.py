@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 from shark_llm.errors import RequestError
 from shark_llm.server.params import SamplingFields, check_token_ids
 from shark_llm.server.protocol import ChatFields
 from shark_llm.server.state import ServedModel
 
-_INLINE_CHARS = 16_384  # longer texts are tokenized on a thread, so that streams go on meanwhile
+_INLINE_CHARS = (
+    2048  # some milliseconds; longer texts are tokenized on a thread, beside the streams
+)
 
 
 async def encode_text(served: ServedModel, text: str, *, add_bos: bool, param: str) -> list[int]:
@@ -25,7 +26,10 @@ async def encode_text(served: ServedModel, text: str, *, add_bos: bool, param: s
 
 async def encode_plain(served: ServedModel, text: str, *, add_bos: bool) -> list[int]:
     """Ids of any text, none of them checked against the model."""
-    return await _off_loop(text, partial(served.tokenizer.encode, text, add_bos=add_bos))
+    if len(text) > _INLINE_CHARS:
+        return await asyncio.to_thread(served.tokenizer.encode, text, add_bos=add_bos)
+    await asyncio.sleep(0)  # one call may bring a thousand of them
+    return served.tokenizer.encode(text, add_bos=add_bos)
 
 
 async def encode_chat(served: ServedModel, fields: ChatFields) -> list[int]:
@@ -42,14 +46,19 @@ async def encode_chat(served: ServedModel, fields: ChatFields) -> list[int]:
             param="messages",
             code="no_chat_template",
         )
-    text = template.render(
-        [message.for_template() for message in fields.messages or ()],
-        tools=fields.tools,
-        documents=fields.documents,
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        template_kwargs=fields.chat_template_kwargs,
-    )
-    ids = await _off_loop(text, partial(served.tokenizer.encode_chat, text))
+
+    def render_and_encode() -> list[int]:
+        text = template.render(
+            [message.for_template() for message in fields.messages or ()],
+            tools=fields.tools,
+            documents=fields.documents,
+            add_generation_prompt=fields.add_generation_prompt is not False,
+            template_kwargs=fields.chat_template_kwargs,
+        )
+        return served.tokenizer.encode_chat(text)
+
+    # Always on a thread: how long a template takes cannot be told from the size of the messages.
+    ids = await asyncio.to_thread(render_and_encode)
     return checked_ids(served, ids, param="messages")
 
 
@@ -107,9 +116,3 @@ def special_stops(served: ServedModel, fields: SamplingFields) -> dict[int, str]
         for stop in fields.stop
         if (token_id := served.tokenizer.special_id(stop)) is not None
     }
-
-
-async def _off_loop(text: str, encode: partial[list[int]]) -> list[int]:
-    if len(text) <= _INLINE_CHARS:
-        return encode()
-    return await asyncio.to_thread(encode)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -52,10 +54,14 @@ async def tokenize(context: Context, request: Request) -> Response:
         ids = await encode_plain(served, body.prompt, add_bos=add_bos)
     else:
         ids = await encode_chat(served, body)
-    answer = TokenizeResponse(count=len(ids), max_model_len=served.max_model_len, tokens=ids)
-    if body.return_token_strs:
-        answer.token_strs = [served.tokenizer.token_text(token_id) for token_id in ids]
-    return Response(answer.model_dump_json(), media_type="application/json")
+
+    def write() -> str:
+        answer = TokenizeResponse(count=len(ids), max_model_len=served.max_model_len, tokens=ids)
+        if body.return_token_strs:
+            answer.token_strs = [served.tokenizer.token_text(token_id) for token_id in ids]
+        return answer.model_dump_json()
+
+    return Response(await asyncio.to_thread(write), media_type="application/json")
 
 
 async def detokenize(context: Context, request: Request) -> Response:
@@ -63,6 +69,6 @@ async def detokenize(context: Context, request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest, max_bytes=context.settings.max_body_bytes)
     served = context.state.model(body.model)
     check_token_ids(body.tokens, "tokens", max(served.vocab_size, served.tokenizer.vocab_size))
-    text = served.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(served.tokenizer.decode, body.tokens, skip_special_tokens=False)
     answer = DetokenizeResponse(prompt=text)
     return Response(answer.model_dump_json(), media_type="application/json")

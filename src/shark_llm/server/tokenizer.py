@@ -62,7 +62,9 @@ class PromptTokenizer:
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Ids of `text`, with `add_bos` behind one BOS if the tokenizer begins texts with it."""
-        ids: list[int] = self.raw.encode(text, add_special_tokens=False).ids
+        # encode_batch lets other threads run meanwhile; encode holds the interpreter lock, and with
+        # it every stream and the engine, for 3 s per MB of text.
+        ids: list[int] = self.raw.encode_batch([text], add_special_tokens=False)[0].ids
         if add_bos and ids[: len(self._bos_ids)] != self._bos_ids:
             ids = self._bos_ids + ids
         return ids
@@ -77,7 +79,10 @@ class PromptTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids beyond the vocabulary (padding rows of the matrix) have no text."""
-        return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        texts: list[str] = self.raw.decode_batch(
+            [list(ids)], skip_special_tokens=skip_special_tokens
+        )
+        return texts[0]
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is left out of generated text."""
