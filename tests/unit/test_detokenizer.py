@@ -196,3 +196,27 @@ def test_nothing_follows_a_match() -> None:
     assert matcher.push("a.b") == "a"
     assert matcher.push("c.") == ""
     assert matcher.flush() == ""
+
+
+def test_tokens_without_text_cost_nothing(tokenizer: Tokenizer) -> None:
+    """A model that goes on past its EOS (ignore_eos) says nothing but special tokens: all of them
+    were decoded again at each, so a stream of n took n * n / 2."""
+    special = next(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
+    prompt = [*encode(tokenizer, "the test"), *[special] * 500]
+    decoded = 0
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(tokenizer, name)
+
+        def decode(self, ids: Sequence[int], **options: bool) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return str(tokenizer.decode(ids, **options))
+
+    detokenizer = IncrementalDetokenizer(Counting(), prompt)  # type: ignore[arg-type]
+    output = [special] * 500 + encode(tokenizer, " a test") + [special] * 500
+    text = "".join([*(detokenizer.push(token) for token in output), detokenizer.flush()])
+    whole = tokenizer.decode(prompt + output)
+    assert text == whole[len(tokenizer.decode(prompt)) :]
+    assert decoded < 1000

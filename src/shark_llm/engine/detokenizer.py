@@ -28,8 +28,9 @@ class IncrementalDetokenizer:
     - byte fallback (`<0xE2>`): a whole run of byte tokens, since its decoder replaces all bytes of
       a run if one of them does not fit.
 
-    Only a window of the last tokens is decoded. It begins with a token that has a text of its own,
-    because the decoders of SentencePiece drop a space in front of the first one.
+    Only a window of the last tokens is decoded. Tokens without text (special ones) do not enter it.
+    It begins with a token that is no byte, because the decoders of SentencePiece drop a space in
+    front of the first one.
     """
 
     def __init__(
@@ -39,9 +40,8 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._has_byte_fallback = "ByteFallback" in repr(tokenizer.decoder)
         self._special: frozenset[int] | None = None
-        ids = list(prompt_ids)
-        self._ids = ids[self._window_start(ids) :]
-        self._in_byte_run = self._ends_in_byte_run()
+        self._ids = self._last_window(prompt_ids)
+        self._in_byte_run = bool(self._ids) and self._is_byte(self._ids[-1])
         self._prompt_text: str | None = self._decode()
         """What the window said of the prompt alone; None after the first piece of output."""
         self._sent = len(self._prompt_text)
@@ -49,18 +49,17 @@ class IncrementalDetokenizer:
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that became final, often that of this token, or ''."""
-        self._ids.append(token_id)
-        if self._has_byte_fallback and (
-            self._is_byte(token_id) or (self._in_byte_run and self._is_skipped(token_id))
-        ):
-            self._in_byte_run = True
+        if self._is_skipped(token_id):
             return ""
-        self._in_byte_run = False
+        self._ids.append(token_id)
+        self._in_byte_run = self._is_byte(token_id)
+        if self._in_byte_run:
+            return ""
         text = self._decode()
         end = len(text) - text.endswith(REPLACEMENT)
         delta = self._advance(text, end)
         if len(self._ids) >= 2 * WINDOW and self._prompt_text is None:
-            self._ids = self._ids[self._window_start(self._ids) :]
+            self._ids = self._last_window(self._ids)
             # Whatever is held back at the end lies within the window, so it is as long there.
             self._sent = len(self._decode()) - (len(text) - self._sent)
         return delta
@@ -86,20 +85,18 @@ class IncrementalDetokenizer:
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
 
-    def _window_start(self, ids: Sequence[int]) -> int:
-        """The last index at which a window may begin: far enough from the end to hold the letter
-        that may be incomplete, at a token with text, and not inside a run of bytes."""
-        start = max(len(ids) - LONGEST_LETTER, 0)
-        while start and (self._is_byte(ids[start]) or self._is_skipped(ids[start])):
-            start -= 1
-        return start
-
-    def _ends_in_byte_run(self) -> bool:
-        if self._has_byte_fallback:
-            for token_id in reversed(self._ids):
-                if not self._is_skipped(token_id):
-                    return self._is_byte(token_id)
-        return False
+    def _last_window(self, ids: Sequence[int]) -> list[int]:
+        """The last ids with text, at least as many as a letter may be cut into, and not beginning
+        inside a run of bytes."""
+        window: list[int] = []
+        for token_id in reversed(ids):
+            if self._is_skipped(token_id):
+                continue
+            window.append(token_id)
+            if len(window) >= LONGEST_LETTER and not self._is_byte(token_id):
+                break
+        window.reverse()
+        return window
 
     def _is_byte(self, token_id: int) -> bool:
         if not self._has_byte_fallback:
