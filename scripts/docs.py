@@ -1,9 +1,9 @@
-"""Writes the generated pages of docs/: the command line and the errors.
+"""Writes the generated pages of docs/: the command line, the errors and the supported models.
 
     scripts/docs            write them
     scripts/docs --check    change nothing, exit 1 when a page is stale
 
-The pages depend on the code alone, never on the terminal, the machine or the day.
+The pages depend on code and recipes alone, never on the terminal, the machine or the day.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from support_table import support_page
 
 from shark_llm import errors
 from shark_llm.errors import RequestError, SharkError
@@ -222,7 +223,11 @@ def _escape(text: str) -> str:
 
 # --- the command ---------------------------------------------------------------------------------
 
-PAGES: dict[str, Callable[[], str]] = {"cli.md": cli_page, "errors.md": errors_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "cli.md": cli_page,
+    "errors.md": errors_page,
+    "support.md": lambda: support_page(NOTICE),
+}
 
 
 def main() -> int:

@@ -55,8 +55,11 @@ def test_a_weight_file_is_not_a_checkpoint(tmp_path: Path) -> None:
     write_tiny(tmp_path)
     with pytest.raises(CheckpointError, match="name its directory"):
         open_checkpoint(tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"name a \.gguf file"):
+    with pytest.raises(CheckpointError, match="name a directory with weights"):
         open_checkpoint(tmp_path / "config.json")
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(CheckpointError, match=r"name a \.gguf file"):
+        open_checkpoint(tmp_path / "weights.bin")
 
 
 @pytest.mark.parametrize("tied", [False, True])
