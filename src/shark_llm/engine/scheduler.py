@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -252,11 +253,12 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         in_prefill = [state for state in self.running if state.num_wanted > 1]
+        first_overdue = self._first_overdue()
         for state in self._admission_order():
             if budget < 1 or len(self.running) == self.settings.max_num_seqs:
                 return
-            if self._would_overtake_too_often(state):
-                return
+            if not state.num_preemptions and first_overdue < state.arrival:
+                return  # it would overtake once too often
             node = self._match(state)
             overdue = state.overtaken >= self.settings.max_overtakes
             if not overdue and self._is_being_computed(state, node.depth, in_prefill):
@@ -278,6 +280,7 @@ class Scheduler:
             if not state.num_preemptions:
                 for other in self.waiting:
                     other.overtaken += other.arrival < state.arrival
+                first_overdue = self._first_overdue()
                 state.cached_tokens = state.computed_len
                 self.prefix_queries += state.prompt_len
                 self.prefix_hits += state.computed_len
@@ -292,12 +295,11 @@ class Scheduler:
             return list(self.waiting)
         return sorted(itertools.islice(self.waiting, LPM_WINDOW), key=self._longest_prefix_first)
 
-    def _would_overtake_too_often(self, state: RequestState) -> bool:
-        """An older request reached its bound, perhaps by an admission of this very step."""
-        return not state.num_preemptions and any(
-            other.overtaken >= self.settings.max_overtakes and other.arrival < state.arrival
-            for other in self.waiting
-        )
+    def _first_overdue(self) -> float:
+        """Arrival of the oldest request that may not be overtaken any more; infinity: none."""
+        bound = self.settings.max_overtakes
+        overdue = (state.arrival for state in self.waiting if state.overtaken >= bound)
+        return min(overdue, default=math.inf)
 
     def _longest_prefix_first(self, state: RequestState) -> tuple[int, int, int]:
         if state.num_preemptions or state.overtaken >= self.settings.max_overtakes:
