@@ -83,7 +83,7 @@ def plan_build(settings: BuildSettings, reporter: Reporter) -> DryRun:
     clock = StageClock(reporter)
     plan, _ = _plan(settings, clock, may_fetch=False)
     reuse, expected = Reuse(), expected_manifest(plan, _UNKNOWN_DIGEST)
-    if plan.checkpoint is not None:
+    if plan.checkpoint is not None and manifest_digest(plan.out_dir) is not None:
         expected, reuse = _Comparison(plan, clock).run()
     return DryRun(
         plan=plan,

@@ -17,6 +17,7 @@ import tiny
 from build_harness import FakeCompileSide
 from bundles import publish_sample
 from shark_llm.cli import compile as compile_cli
+from shark_llm.cli import packages
 from shark_llm.cli import serve as serve_cli
 from shark_llm.errors import CompileError
 
@@ -212,9 +213,9 @@ def test_without_the_compile_side_the_remedy_is_said(
     t0: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An installation for serving has no torch and no compiler."""
-    found = compile_cli._is_installed
+    found = packages.is_installed
     monkeypatch.setattr(
-        compile_cli, "_is_installed", lambda m: m not in ("torch", "iree.compiler") and found(m)
+        packages, "is_installed", lambda m: m not in ("torch", "iree.compiler") and found(m)
     )
     assert run("--hf-model", t0, "--dry-run") == 1
     assert capsys.readouterr().err == (
@@ -280,6 +281,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["verify", "BUNDLE", "--no-golden"], 0),
         (["repro", "BUNDLE"], 0),
         (["serve", "--help"], 0),
+        (["plan", "--help"], 0),
         (["serve", "--artifacts-dir", "./no/such", "--port", "0"], 1),
         (["--hf-model", "m", "--tp", "9", "--dry-run"], 2),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 
-from shark_llm import __version__
+from shark_llm.cli import plan as plan_cli
 from shark_llm.cli import serve as serve_cli
 from shark_llm.cli import tools
 from shark_llm.cli.build_text import plan_lines, result_lines
 from shark_llm.cli.command_line import run_app
-from shark_llm.errors import CompileError, UsageError
+from shark_llm.cli.packages import require_compile_packages, version_line
+from shark_llm.errors import UsageError
 
 if TYPE_CHECKING:
     from shark_llm.build_plan import DtypeChoice
@@ -33,14 +32,6 @@ MULTI_VALUE_FLAGS = {
 DTYPES = ("auto", "bf16", "f16", "f32")
 MAX_TP = 8
 SHARDING_MODES = tuple(f"tp{n}" for n in range(1, MAX_TP + 1))
-COMPILE_PACKAGES = {
-    "torch": "torch",
-    "iree-base-compiler": "iree.compiler",
-    "safetensors": "safetensors",
-    "gguf": "gguf",
-    "huggingface_hub": "huggingface_hub",
-}
-"""What the extra `compile` installs: distribution -> the module that it brings."""
 
 app = typer.Typer(
     add_completion=False,
@@ -49,6 +40,7 @@ app = typer.Typer(
     help="Turn a Hugging Face Llama into a bundle that shark-serve serves.",
 )
 app.command("serve")(serve_cli.serve)
+app.command("plan")(plan_cli.plan)
 app.command("verify")(tools.verify)
 app.command("inspect")(tools.inspect)
 app.command("repro")(tools.repro)
@@ -58,21 +50,9 @@ _TARGET = "Target"
 _OUTPUT = "Output"
 
 
-def version_line() -> str:
-    """This package and what it compiles with, on one line."""
-    packages = ("iree-base-compiler", "iree-base-runtime", "torch")
-    found = []
-    for package in packages:
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{package} not installed")
-    return f"{PROGRAM} {__version__} ({', '.join(found)})"
-
-
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(version_line())
+        typer.echo(version_line(PROGRAM))
         raise typer.Exit
 
 
@@ -223,7 +203,7 @@ def build(
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     degree = _tp(sharding_mode, tp)
-    _require_compile_packages()
+    require_compile_packages()
     # Imported here, so that --help and a wrong flag answer at once.
     from rich.console import Console
 
@@ -295,23 +275,6 @@ def _refuse_build_flags(context: typer.Context) -> None:
             f"{flags} before {context.invoked_subcommand!r} has no effect: flags of a subcommand "
             "come behind it, and building is shark-compile without one"
         )
-
-
-def _require_compile_packages() -> None:
-    """The compile side may not be installed: serving and reading bundles do without it."""
-    missing = [name for name, module in COMPILE_PACKAGES.items() if not _is_installed(module)]
-    if missing:
-        raise CompileError(
-            f"building needs {', '.join(missing)}, not installed here: "
-            "pip install 'shark-llm[compile]'"
-        )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package around it
-        return False
 
 
 def main(argv: Sequence[str] | None = None) -> None:
