@@ -1,4 +1,4 @@
-"""Devices: found by driver and id, opened once, and the only place that moves bytes to and from them.
+"""Devices: found by driver and id, opened once, and the only place that moves their bytes.
 
 A rank has one device. `local-task` and `local-sync` are this machine's CPU: they make as many
 simulated devices as there are ranks, each with its own worker pool.
@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 from iree.runtime import _binding
 
-from shark_llm.errors import CapacityError, DeviceError
+from shark_llm.errors import CapacityError, DeviceError, UsageError
 
 DRIVERS = ("local-task", "local-sync", "hip", "cuda")
 CPU_DRIVERS = ("local-task", "local-sync")
 Allocator = Literal["default", "caching"]
+ALLOCATORS: tuple[Allocator, ...] = ("default", "caching")
 Staging = Literal["auto", "always"]
 DTYPES: dict[str, tuple[Any, npt.DTypeLike]] = {
     "i64": (rt.HalElementType.SINT_64, np.int64),
@@ -41,10 +42,28 @@ class DeviceConfig:
     allocator: Allocator = "default"
     """`caching` keeps freed buffers for the next step: for long prefills on GPUs."""
     staging: Staging = "auto"
-    """How results come back. auto: mapped where the host sees the device's memory, else copied through
-    a host buffer that is kept for the next time; always: through the host buffer."""
+    """How results come back. auto: mapped where the host sees the device's memory, else copied
+    through a host buffer that is kept for the next time; always: through the host buffer."""
     cpu_threads: int | None = None
-    """Worker threads of all local-task devices together; None: one per core."""
+    """Worker threads of all local-task devices together; None: each device has one per core."""
+
+    def __post_init__(self) -> None:
+        if self.driver not in DRIVERS:
+            raise DeviceError(f"no device driver {self.driver!r}: choose from {', '.join(DRIVERS)}")
+        if self.allocator not in ALLOCATORS:
+            raise UsageError(
+                f"--device-allocator is {self.allocator!r}; it must be one of "
+                f"{', '.join(ALLOCATORS)}"
+            )
+        if self.cpu_threads is None:
+            return
+        if self.driver != "local-task":
+            raise UsageError(
+                f"--cpu-threads is {self.cpu_threads}, but {self.driver} has no worker threads: "
+                "leave it out, or use --device local-task"
+            )
+        if self.cpu_threads < 1:
+            raise UsageError(f"--cpu-threads is {self.cpu_threads}; it must be at least 1")
 
     def resolved_ids(self, tp: int) -> tuple[int, ...]:
         """The ids of `tp` ranks. Raises DeviceError for a wrong count or one named twice."""
@@ -66,10 +85,6 @@ class DeviceSet:
     """The opened devices of all ranks, in rank order. Close what lives on them first, then this."""
 
     def __init__(self, config: DeviceConfig, tp: int) -> None:
-        if config.driver not in DRIVERS:
-            raise DeviceError(
-                f"no device driver {config.driver!r}: choose from {', '.join(DRIVERS)}"
-            )
         ids = config.resolved_ids(tp)
         self.config = config
         self.devices: list[Any] = []
@@ -81,7 +96,12 @@ class DeviceSet:
 
     def _open_cpu(self, tp: int) -> None:
         if self.config.driver == "local-task" and self.config.cpu_threads is not None:
-            per_device = max(1, self.config.cpu_threads // tp)
+            if self.config.cpu_threads < tp:
+                raise UsageError(
+                    f"--cpu-threads is {self.config.cpu_threads}, the bundle has tp {tp}: "
+                    f"every rank needs a thread, give at least {tp}"
+                )
+            per_device = self.config.cpu_threads // tp
             rt.flags.parse_flags(f"--task_topology_group_count={per_device}")
         for _ in range(tp):
             # A driver for each device: devices of one driver share its worker pool.
@@ -127,7 +147,7 @@ class DeviceSet:
         )
 
     def allocate(self, rank: int, shape: Sequence[int], dtype: str) -> Any:
-        """An uninitialized buffer view on the rank's device. Raises CapacityError if it does not fit."""
+        """An uninitialized buffer view on the rank's device. CapacityError: it does not fit."""
         element_type, numpy_type = DTYPES[dtype]
         num_bytes = math.prod(shape) * np.dtype(numpy_type).itemsize
         try:
@@ -151,7 +171,8 @@ class DeviceSet:
             buffer = self._staged(rank, buffer, view.byte_length)
         num_bytes = math.prod(shape) * np.dtype(np.float32).itemsize
         flat = buffer.map().asarray([buffer.byte_length()], np.dtype(np.uint8))
-        return flat[:num_bytes].view(np.float32).reshape(tuple(shape)).copy()
+        mine: npt.NDArray[np.float32] = flat[:num_bytes].view(np.float32).copy()
+        return mine.reshape(tuple(shape))
 
     def _staged(self, rank: int, source: Any, num_bytes: int) -> Any:
         """Copy a device buffer into this rank's host buffer, wait for it, and return that."""

@@ -1,4 +1,4 @@
-"""A bundle loaded on its devices: the module, its parameters, the KV caches, and the step that runs.
+"""A bundle loaded on its devices: module, parameters, KV caches, and the step that runs.
 
 Legend: B rows of a step, S tokens of a padded row, T pages of a table, P pages of the pool,
 V vocabulary.
@@ -7,7 +7,6 @@ V vocabulary.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from shark_llm.artifacts.cpu import missing_cpu_features
 from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Manifest
 from shark_llm.errors import ArtifactError, CapacityError, DeviceError, UsageError
 from shark_llm.runtime.devices import CPU_DRIVERS, DTYPES, DeviceConfig, DeviceSet
+from shark_llm.runtime.memory import available_bytes
 from shark_llm.runtime.runner import Phase, Row
 
 MEMORY_SHARE = 0.5
@@ -81,7 +81,7 @@ class IreeRunner:
         raise AssertionError(f"{count} rows, compiled for {self._entries[phase][-1].batch_size}")
 
     def poison(self) -> None:
-        """Overwrite all caches with NaN: after this, nothing that a request did not write may count."""
+        """Overwrite all caches with NaN: what no request wrote may change no result."""
         for i, spec in enumerate(self._specs):
             nan = np.full(_cache_shape(spec, self.num_pages), np.nan, DTYPES[spec.dtype][1])
             self._caches[i] = self._devices.upload(spec.rank, nan, spec.dtype)
@@ -184,7 +184,8 @@ def _num_pages(manifest: Manifest, tokens: int | None, longest: int) -> int:
     page = manifest.page_size
     if tokens is None:
         batch = max(e.batch_size for e in manifest.entry_points if e.phase == "decode")
-        tokens = min(batch * longest, _tokens_that_fit(manifest))
+        whole_pages = -(-longest // page)
+        tokens = min(batch * whole_pages * page, _tokens_that_fit(manifest))
         if tokens < page:
             raise CapacityError(
                 f"no memory for a KV cache: one page of {page} tokens takes "
@@ -195,22 +196,28 @@ def _num_pages(manifest: Manifest, tokens: int | None, longest: int) -> int:
     return 1 + tokens // page
 
 
-def _bytes_per_token(manifest: Manifest) -> int:
-    """Of all ranks together."""
+def _bytes_per_token(manifest: Manifest, rank: int | None = None) -> int:
+    """Of one rank, or of all ranks together."""
     page_bytes = sum(
         math.prod(_cache_shape(spec, 1)) * np.dtype(DTYPES[spec.dtype][1]).itemsize
         for spec in manifest.caches
+        if rank is None or spec.rank == rank
     )
     return page_bytes // manifest.page_size
 
 
 def _tokens_that_fit(manifest: Manifest) -> int:
-    weights = sum(manifest.files[name].size for name in manifest.archives)
-    if manifest.target.memory_bytes is None:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Tokens for which there is memory beside the weights, on the fullest device."""
+    shared, *own = (manifest.files[name].size for name in manifest.archives)
+    memory = manifest.target.memory_bytes
+    if memory is None:  # the ranks share the memory of this machine
+        left = [(available_bytes() - shared - sum(own), _bytes_per_token(manifest))]
     else:
-        free = manifest.target.memory_bytes * manifest.tp
-    return int(MEMORY_SHARE * max(0, free - weights)) // _bytes_per_token(manifest)
+        left = [
+            (memory - shared - size, _bytes_per_token(manifest, rank))
+            for rank, size in enumerate(own or [0])
+        ]
+    return min(int(MEMORY_SHARE * max(0, free)) // per_token for free, per_token in left)
 
 
 def _cache_shape(spec: CacheSpec, num_pages: int) -> tuple[int, ...]:

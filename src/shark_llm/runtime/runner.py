@@ -20,7 +20,8 @@ class Row:
     """One batch row of a step: `tokens` stand at positions start .. start + len(tokens) - 1.
 
     `pages` are the ids of the pages that hold positions 0 .. start + len(tokens) - 1, in order; the
-    keys and values of positions below `start` are already in them. Page 0 is scratch and never listed.
+    keys and values of positions below `start` are already in them. Page 0 is scratch and never
+    listed.
     Decode rows have one token. A prefill row starts at a multiple of the page size.
     """
 
