@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import load, page, results, steps, tables, timing, worker  # noqa: E402
+from benchmarks import builds, load, page, results, steps, tables, timing, worker  # noqa: E402
 from benchmarks.results import (  # noqa: E402
     OURS,
     PEER,
@@ -27,6 +27,7 @@ from benchmarks.results import (  # noqa: E402
 __all__ = [
     "OURS",
     "PEER",
+    "builds",
     "command",
     "load",
     "page",
