@@ -45,17 +45,12 @@ def load_runner(opened, device, kv_cache_tokens, max_model_len):
         next_token=lambda history: 91, on_forward=on_forward,
     )
 
-class DeviceConfig:
-    def __init__(self, *, driver, device_ids=None):
-        self.driver, self.device_ids = driver, device_ids
-
 def module(name, **parts):
     made = types.ModuleType(name)
     made.__dict__.update(parts)
     sys.modules[name] = made
 
 module("shark_llm.runtime.module", load_runner=load_runner)
-module("shark_llm.runtime.devices", DeviceConfig=DeviceConfig)
 
 def open_bundle(directory, **options):
     source = types.SimpleNamespace(name="org/fake", revision=None)

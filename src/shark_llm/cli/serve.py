@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shark_llm import __version__
 from shark_llm.cli.command_line import run_app
+from shark_llm.cli.config_file import read_config
 from shark_llm.engine.settings import SCHEDULING_POLICIES, EngineSettings
 from shark_llm.errors import ArtifactError, UsageError
 from shark_llm.server.settings import ServerSettings
@@ -38,122 +39,165 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _setting(name: str, panel: str, help: str, *spellings: str, **options: Any) -> Any:
+    """A flag that may also come from SHARK_<NAME>, and from the file that --config names."""
+    env = f"SHARK_{name.upper()}"
+    return typer.Option(*spellings, help=help, envvar=env, rich_help_panel=panel, **options)
+
+
 @app.command()
 def serve(
     artifacts_dir: Annotated[
-        Path, typer.Option(help="The bundle that shark-compile wrote.", rich_help_panel=_MODEL)
+        Path, _setting("artifacts_dir", _MODEL, "The bundle that shark-compile wrote.")
     ],
     served_model_name: Annotated[
         str | None,
-        typer.Option(
-            help="The name that clients use. Default: the model's own.", rich_help_panel=_MODEL
+        _setting(
+            "served_model_name", _MODEL, "The name that clients use. Default: the model's own."
         ),
     ] = None,
     max_model_len: Annotated[
         int | None,
-        typer.Option(
-            help="Most tokens of prompt and output together. Default: what the bundle allows.",
-            rich_help_panel=_MODEL,
+        _setting(
+            "max_model_len",
+            _MODEL,
+            "Most tokens of prompt and output together. Default: what the bundle allows.",
         ),
     ] = None,
     allow_dummy_weights: Annotated[
         bool,
-        typer.Option(
+        _setting(
+            "allow_dummy_weights",
+            _MODEL,
+            "Serve a bundle without real weights, for measuring.",
             "--allow-dummy-weights",
-            help="Serve a bundle without real weights, for measuring.",
-            rich_help_panel=_MODEL,
         ),
     ] = False,
     device: Annotated[
         str | None,
-        typer.Option(
-            help="local-task, local-sync, hip or cuda. Default: what the bundle was compiled for.",
-            rich_help_panel=_DEVICE,
+        _setting(
+            "device",
+            _DEVICE,
+            "local-task, local-sync, hip or cuda. Default: what the bundle was compiled for.",
         ),
     ] = None,
     device_ids: Annotated[
         list[int] | None,
-        typer.Option(
-            help="Which devices, one per rank, separated by spaces.", rich_help_panel=_DEVICE
+        _setting("device_ids", _DEVICE, "Which devices, one per rank, separated by spaces."),
+    ] = None,
+    device_allocator: Annotated[
+        str,
+        _setting(
+            "device_allocator",
+            _DEVICE,
+            "default, or caching: keep freed buffers for the next step, for long prefills on GPUs.",
+        ),
+    ] = "default",
+    cpu_threads: Annotated[
+        int | None,
+        _setting(
+            "cpu_threads",
+            _DEVICE,
+            "Worker threads of all local-task devices together. Default: each has one per core.",
         ),
     ] = None,
     kv_cache_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens that the KV cache holds. Default: what fits.", rich_help_panel=_DEVICE
+        _setting(
+            "kv_cache_tokens",
+            _DEVICE,
+            "Tokens that the KV cache holds. Default: what the largest batch can use, at most half "
+            "of the memory that the weights leave.",
         ),
     ] = None,
     max_num_seqs: Annotated[
-        int, typer.Option(help="Most requests that run at once.", rich_help_panel=_SCHEDULING)
+        int, _setting("max_num_seqs", _SCHEDULING, "Most requests that run at once.")
     ] = _ENGINE.max_num_seqs,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Token budget of one step.", rich_help_panel=_SCHEDULING)
+        int, _setting("max_num_batched_tokens", _SCHEDULING, "Token budget of one step.")
     ] = _ENGINE.max_num_batched_tokens,
     max_num_queued_requests: Annotated[
         int,
-        typer.Option(
-            help="Requests that may wait beyond those that run; more get a 503.",
-            rich_help_panel=_SCHEDULING,
+        _setting(
+            "max_num_queued_requests",
+            _SCHEDULING,
+            "Requests that may wait beyond those that run; more get a 503.",
         ),
     ] = _ENGINE.max_num_queued_requests,
     enable_prefix_caching: Annotated[
         bool,
-        typer.Option(
+        _setting(
+            "enable_prefix_caching",
+            _SCHEDULING,
+            "Reuse the KV pages of equal prompt beginnings.",
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Reuse the KV pages of equal prompt beginnings.",
-            rich_help_panel=_SCHEDULING,
         ),
     ] = _ENGINE.enable_prefix_caching,
     scheduling_policy: Annotated[
         str,
-        typer.Option(
-            help=f"{' or '.join(SCHEDULING_POLICIES)}: first come first served, or longest cached "
+        _setting(
+            "scheduling_policy",
+            _SCHEDULING,
+            f"{' or '.join(SCHEDULING_POLICIES)}: first come first served, or longest cached "
             "prefix first.",
-            rich_help_panel=_SCHEDULING,
         ),
     ] = _ENGINE.scheduling_policy,
     request_timeout: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds that a request may take. Default: no limit.",
-            rich_help_panel=_SCHEDULING,
+        _setting(
+            "request_timeout",
+            _SCHEDULING,
+            "Seconds that a request may take. Default: no limit.",
         ),
     ] = _SERVER.request_timeout,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on.", rich_help_panel=_HTTP)
-    ] = _SERVER.host,
+    host: Annotated[str, _setting("host", _HTTP, "Address to listen on.")] = _SERVER.host,
     port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 takes a free one.", rich_help_panel=_HTTP)
+        int, _setting("port", _HTTP, "Port to listen on; 0 takes a free one.")
     ] = _SERVER.port,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A key that clients must send; several may be given. Prefer the environment "
-            "variable, which other users of the machine cannot see.",
-            envvar="SHARK_API_KEY",
+        _setting(
+            "api_key",
+            _HTTP,
+            "A key that clients must send; several may be given. Prefer the file or the "
+            "environment variable, which other users of the machine cannot see.",
             show_default=False,
-            rich_help_panel=_HTTP,
         ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        _setting("api_key_file", _HTTP, "A file of such keys, one on each line."),
     ] = None,
     cors_allow_origin: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Origins whose web pages may call this server; * is any.", rich_help_panel=_HTTP
+        _setting(
+            "cors_allow_origin", _HTTP, "Origins whose web pages may call this server; * is any."
         ),
     ] = None,
     shutdown_timeout: Annotated[
         float,
-        typer.Option(
-            help="Seconds that running requests get to finish after SIGTERM.",
-            rich_help_panel=_HTTP,
+        _setting(
+            "shutdown_timeout",
+            _HTTP,
+            "Seconds that running requests get to finish after SIGTERM.",
         ),
     ] = _SERVER.shutdown_timeout,
     log_level: Annotated[
-        str, typer.Option(help=f"One of {', '.join(LOG_LEVELS)}.", rich_help_panel=_HTTP)
+        str, _setting("log_level", _HTTP, f"One of {', '.join(LOG_LEVELS)}.")
     ] = "info",
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_HTTP)
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            callback=read_config,
+            is_eager=True,
+            envvar="SHARK_CONFIG",
+            help="A TOML file of these flags, without their dashes. Flags come first, then the "
+            "environment, then the file.",
+        ),
+    ] = None,
     version: Annotated[
         bool,
         typer.Option(
@@ -176,9 +220,7 @@ def serve(
     )
     if not shutdown_timeout >= 0:
         raise UsageError(f"--shutdown-timeout is {shutdown_timeout}; it must be at least 0")
-    keys = tuple(api_key or ())
-    if not all(key.strip() == key and key.isascii() and key for key in keys):
-        raise UsageError("an --api-key is empty, or not plain ASCII without spaces; choose another")
+    keys = _api_keys(api_key or (), api_key_file)
     engine_settings = EngineSettings(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -196,6 +238,8 @@ def serve(
             allow_dummy_weights=allow_dummy_weights,
             device=device,
             device_ids=None if not device_ids else tuple(device_ids),
+            device_allocator=device_allocator,
+            cpu_threads=cpu_threads,
             kv_cache_tokens=kv_cache_tokens,
             host=host,
             port=port,
@@ -216,6 +260,8 @@ def _run(
     allow_dummy_weights: bool,
     device: str | None,
     device_ids: tuple[int, ...] | None,
+    device_allocator: str,
+    cpu_threads: int | None,
     kv_cache_tokens: int | None,
     host: str,
     port: int,
@@ -240,12 +286,17 @@ def _run(
                 f"{artifacts_dir} has dummy weights and would answer with noise; build it from a "
                 "checkpoint, or allow it for measuring with --allow-dummy-weights"
             )
+        config = DeviceConfig(
+            driver=device or bundle.manifest.target.driver,
+            device_ids=device_ids,
+            allocator=device_allocator,
+            cpu_threads=cpu_threads,
+        )
     except BaseException:
         sock.close()
         raise
     manifest = bundle.manifest
     name = served_model_name or manifest.source.name
-    config = DeviceConfig(driver=device or manifest.target.driver, device_ids=device_ids)
 
     def load(report: Report) -> Loaded:
         from shark_llm.runtime.module import load_runner
@@ -277,6 +328,24 @@ def _run(
         debug=debug,
     )
     return run_server(settings, load, sock)
+
+
+def _api_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """The keys of the flag and of the file. No message shows one."""
+    keys = list(given)
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise UsageError(f"--api-key-file: cannot read {file}: {reason}") from error
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise UsageError(f"--api-key-file: {file} has no key; write one on each line")
+        keys += found
+    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise UsageError("an --api-key is empty, or not plain ASCII without spaces; choose another")
+    return tuple(keys)
 
 
 def _check_positive(values: dict[str, int | float | None]) -> None:

@@ -21,8 +21,7 @@ from shark_llm.errors import CapacityError, DeviceError, UsageError
 
 DRIVERS = ("local-task", "local-sync", "hip", "cuda")
 CPU_DRIVERS = ("local-task", "local-sync")
-Allocator = Literal["default", "caching"]
-ALLOCATORS: tuple[Allocator, ...] = ("default", "caching")
+ALLOCATORS = ("default", "caching")
 Staging = Literal["auto", "always"]
 DTYPES: dict[str, tuple[Any, npt.DTypeLike]] = {
     "i64": (rt.HalElementType.SINT_64, np.int64),
@@ -39,7 +38,7 @@ class DeviceConfig:
     driver: str
     device_ids: tuple[int, ...] | None = None
     """One per rank; None: 0, 1, 2 ..."""
-    allocator: Allocator = "default"
+    allocator: str = "default"
     """`caching` keeps freed buffers for the next step: for long prefills on GPUs."""
     staging: Staging = "auto"
     """How results come back. auto: mapped where the host sees the device's memory, else copied
