@@ -53,6 +53,49 @@ def test_ready_means_that_a_token_was_made() -> None:
     assert runner.closed
 
 
+def test_ready_means_that_both_phases_ran() -> None:
+    """F02: prompts of one token run as decode rows, so a broken prefill was found by a client."""
+    phases: list[str] = []
+    served, _, engine = parts(on_forward=lambda index, phase, rows: phases.append(phase))
+    make_first_token(served.engine)
+    engine.stop()
+    assert phases == ["prefill", "decode"]
+
+
+def test_the_shortest_context_can_be_served() -> None:
+    served, _, engine = parts(engine_settings=EngineSettings(max_model_len=2))
+    make_first_token(served.engine)
+    engine.stop()
+
+
+def test_an_engine_that_dies_while_draining_is_exit_code_1() -> None:
+    """F02: it was 0, as if every stream had been finished."""
+    broken = threading.Event()
+
+    def fail(index: int, phase: Any, rows: Any) -> None:
+        if broken.is_set():
+            raise RuntimeError("hip error 719")
+
+    with (
+        real_server(
+            LONG,
+            engine_settings=EngineSettings(max_consecutive_failures=1),
+            on_forward=fail,
+            step_seconds=0.02,
+        ) as server,
+        httpx.Client(timeout=20) as client,
+    ):
+        with client.stream("POST", f"{server.url}/v1/completions", json=STREAM) as response:
+            lines = response.iter_lines()
+            text = [next(lines) for _ in range(5)]
+            server.request_stop()
+            wait_for(lambda: server.life.state.phase == "draining")
+            broken.set()
+            text += list(lines)
+        assert "error" in events_of("\n".join(text), done=False)[-1]
+        assert server.join() == 1
+
+
 def test_a_loaders_error_ends_the_life() -> None:
     def load(report: Any) -> Any:
         raise SharkError("the bundle is broken")

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from shark_llm.engine.request import ErrorEvent, Event, FinishEvent, Request, TokenEvent
-from shark_llm.errors import RequestError
 from shark_llm.server.metrics import Metrics
 from shark_llm.server.responses import (
     PromptTokensDetails,
@@ -98,7 +97,7 @@ class Generation:
             for choice in self._choices:
                 self._submit_one(choice)
                 self._submitted += 1
-        except RequestError:
+        except BaseException:
             self.close()
             raise
 

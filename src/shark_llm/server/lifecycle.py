@@ -162,6 +162,9 @@ class Life:
         if not self._stop.is_set():
             return await self._mourn(engine, stopping)
         await self._drain()
+        if engine.failure is not None:
+            logger.error("the engine failed before it was done: %s", engine.failure)
+            return 1
         return 0
 
     def _start_loading(self) -> asyncio.Future[Loaded]:
@@ -263,7 +266,7 @@ class _Server(uvicorn.Server):
 
 
 def make_first_token(engine: EnginePort) -> None:
-    """Wait until the engine has made one token.
+    """Wait until the engine has made tokens: by prefill, and by decode if two fit.
 
     Raises:
         SharkError: it could not.
@@ -276,11 +279,14 @@ def make_first_token(engine: EnginePort) -> None:
         if isinstance(event, FinishEvent | ErrorEvent):
             done.set()
 
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    # A prompt of one token would run as a decode row alone.
+    size = 2 if engine.max_model_len >= 4 else 1
+    sampling = SamplingParams(max_tokens=size, temperature=0.0, ignore_eos=True)
+    request = Request(
+        request_id="first-token", prompt_ids=(0,) * size, sampling=sampling, sink=sink
+    )
     try:
-        engine.submit(
-            Request(request_id="first-token", prompt_ids=(0,), sampling=sampling, sink=sink)
-        )
+        engine.submit(request)
     except RequestError as error:
         raise SharkError(f"the engine takes no request: {error}") from error
     done.wait()

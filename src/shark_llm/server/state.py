@@ -25,6 +25,9 @@ class EnginePort(Protocol):
     """What the server needs of `shark_llm.engine.loop.Engine`; only `stop` may take its time."""
 
     @property
+    def max_model_len(self) -> int: ...
+
+    @property
     def healthy(self) -> bool: ...
 
     @property
