@@ -92,8 +92,8 @@ class DeviceError(SharkError):
 class RequestError(SharkError):
     """A request to the server is invalid.
 
-    `param` names the offending field, `code` is the machine-readable OpenAI-style code, `status` the
-    HTTP status (4xx, or 503 when the server cannot take the request now).
+    `param` names the offending field, `code` is the machine-readable OpenAI-style code, `status`
+    the HTTP status (4xx, or 503 when the server cannot take the request now).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Which instruction sets a CPU has, by the names that Linux gives them: what a CPU module needs of it.
+"""Which instruction sets a CPU has, by the names that Linux gives them: what a CPU module needs.
 
-Written into the manifest by the machine that compiles for its own CPU, checked by the one that serves.
+Written into the manifest by the machine that compiles, checked by the one that serves.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The module is written as MLIR text around the lowered fragments:
 
     util.global       one per parameter and rank, on the rank's device, read from the archives
     @<entry>.layers.K a chunk of layers as a private function that is never inlined. It takes the
-                      caches as buffer views and imports them with `consume`: only so are they updated
-                      in place. With several devices compile time is exponential in the layers of one
-                      function, so a chunk has few.
+                      caches as buffer views and imports them with `consume`: only so are they
+                      updated in place. With several devices compile time is exponential in the
+                      layers of one function, so a chunk has few.
     @<entry>          the public function: inputs to every rank, embed, chunks in turn, head
 
 All-reduce: every rank's partial sum goes to every rank, which adds them in rank order. Ranks stay
@@ -49,7 +49,7 @@ def export_module(
     attention_form: AttentionForm,
     linear_form: LinearForm,
 ) -> ExportedModule:
-    """Trace, lower and compose all entry points. Reads no weights; time does not grow with depth."""
+    """Trace, lower and compose all entry points. Reads no weights, and traces no layer twice."""
     ranks = plan_ranks(config, tp)
     parameters = [local_parameters(config, plan, rank.rank) for rank in ranks]
     library = FragmentLibrary()
@@ -235,8 +235,8 @@ class _Composer:
         return lines + self._public(entry, fragments, chunks)
 
     def _chunk(self, entry: EntryPoint, fragments: list[RankFragments], chunk: range) -> list[str]:
-        """A chunk takes, rank by rank, hidden states, the step and the page table as tensors, then the
-        caches of its layers as buffer views; it returns hidden states and caches likewise."""
+        """A function of a few layers. It takes, rank by rank, hidden states and the step as tensors,
+        then the caches of its layers as buffer views; it returns hidden states and caches."""
         body = _Body()
         parameters: list[str] = []
         hidden: list[_Value] = []
@@ -545,7 +545,7 @@ class _Composer:
 
 
 class _ChunkDims:
-    """The dynamic sizes of a chunk's tensor arguments, read from the first argument that has them."""
+    """The dynamic sizes of a chunk's tensor arguments, read from the first that has them."""
 
     def __init__(self, body: _Body) -> None:
         self._body = body

@@ -1,7 +1,7 @@
-"""Which fragments an entry point needs, and their argument types: the model's functions made traceable.
+"""Which fragments an entry point needs, with their argument types.
 
-Legend: N batch rows, S tokens of a row, T pages of a row's table, P pages of the pool, H hidden size,
-M = N * S, L page size, F = head_dim / 2.
+Legend: N batch rows, S tokens of a row, T pages of a row's table, P pages of the pool, H hidden
+size, M = N * S, L page size, F = head_dim / 2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Entry points as data: what the module's public functions take and return.
 
-Legend: N batch rows, S tokens of a row, T pages of a row's table, P pages of the pool, V vocabulary.
+Legend: N batch rows, S tokens of a row, T pages of a row's table, P pages of the pool,
+V vocabulary.
 """
 
 from __future__ import annotations

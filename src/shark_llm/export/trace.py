@@ -28,10 +28,10 @@ LOWERING = (
     "torchdynamo-export-to-torch-backend-pipeline,"
     "torch-backend-to-linalg-on-tensors-backend-pipeline)"
 )
-"""torch dialect -> linalg on tensors; scaled_dot_product_attention becomes iree_linalg_ext.attention."""
+"""torch dialect -> linalg on tensors; fused attention becomes iree_linalg_ext.attention."""
 
 DIM_EXAMPLES = {"seq_pages": 3, "table_pages": 5, "pool_pages": 7}
-"""The dynamic sizes, and the sizes traced with. None of them is 1, which would be taken as fixed."""
+"""The dynamic sizes, and what they are traced with: none of them 1, which counts as fixed."""
 
 
 FUSED_ATTENTION = llama.fused_attention._opoverload
@@ -125,7 +125,8 @@ class FragmentLibrary:
         text = str(self._importer.module)
         aliases, opening, rest = text.partition("module {\n")
         functions, closing, resources = rest.rpartition("\n}\n")
-        assert opening and closing, text[:200]
+        assert opening, text[:200]
+        assert closing, text[:200]
         # Public until here: the lowering drops private functions that nobody calls yet.
         return LoweredFragments(
             aliases=aliases,

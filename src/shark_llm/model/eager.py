@@ -1,4 +1,4 @@
-"""The model in plain torch, on all ranks in turn: the rung between transformers and compiled modules.
+"""The model in plain torch, on all ranks in turn: between transformers and compiled modules.
 
 It runs the same fragments that are exported, with the same all-reduce order, from whole weights.
 
@@ -32,7 +32,7 @@ class EagerSettings:
 
 @dataclass
 class EagerModel:
-    """A paged Llama over `tp` ranks. `parameters` are whole tensors by our names, in any float dtype.
+    """A paged Llama over `tp` ranks. `parameters` are whole tensors by our names, any float.
 
     `plan` says how they are cut; its ranges are applied to the whole tensors here.
     """
@@ -68,7 +68,7 @@ class EagerModel:
         seq_lens: torch.Tensor,
         page_table: torch.Tensor,
     ) -> torch.Tensor:
-        """One step, as the entry points take it: (N, S), (N), (N), (N, T) i64 -> logits (N, V) f32."""
+        """One step, as entry points take it: (N, S), (N), (N), (N, T) i64 -> logits (N, V) f32."""
         config, ranks = self.config, range(self.tp)
         step = llama.prepare(
             config, self.settings.page_size, tokens, start_positions, seq_lens, page_table

@@ -1,4 +1,4 @@
-"""Llama as fragments of ONE rank: prepare, embed, norm, attend, gate, last_rows. Matrix products with
+"""Llama as fragments of ONE rank: prepare, embed, norm, attend, gate, last_rows. Products with
 weights stand between them.
 
 Every function takes plain tensors and knows only its own local shapes. A transformer block is
@@ -12,9 +12,9 @@ block, and `embed`) is added up by `add_partials`, in rank order.
 
 Hidden states, norms, rotation and softmax are f32, whatever the weights' dtype.
 
-Legend: N batch rows, S tokens of a row in this step, M = N * S, T pages of a row's table, L page size,
-H hidden size, A local query heads, K local kv heads, G = A / K, D head_dim, F = D / 2, I local MLP
-columns, V local vocabulary rows, P pages of the pool.
+Legend: N batch rows, S tokens of a row in this step, M = N * S, T pages of a row's table, L page
+size, H hidden size, A local query heads, K local kv heads, G = A / K, D head_dim, F = D / 2,
+I local MLP columns, V local vocabulary rows, P pages of the pool.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def prepare(
 ) -> Step:
     """Angles, mask and places to write.
 
-    tokens (N, S), start_positions (N), seq_lens (N), page_table (N, T), all i64. Tokens at or beyond a
-    row's seq_len are padding: pages that hold nothing else are redirected to page 0, the scratch page.
+    tokens (N, S), start_positions (N), seq_lens (N), page_table (N, T), all i64. Tokens at or
+    beyond a row's seq_len are padding: pages that hold nothing else are redirected to page 0, the
+    scratch page.
     """
     s = tokens.shape[1]
     t = page_table.shape[1]
@@ -85,8 +86,8 @@ def prepare(
 def embed(tokens: torch.Tensor, first_row: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """This rank's share of the embeddings: tokens (N, S), table (V, H) -> (M, H) f32.
 
-    `first_row` (i64 scalar tensor) is the token id of the table's first row; ids of other ranks give
-    zeros, so the sum over ranks is the lookup in the whole table.
+    `first_row` (i64 scalar tensor) is the token id of the table's first row; ids of other ranks
+    give zeros, so the sum over ranks is the lookup in the whole table.
     """
     local = tokens.reshape(-1) - first_row  # (M)
     own = torch.logical_and(local >= 0, local < table.shape[0])
@@ -208,7 +209,7 @@ def _attend_fused(
     keys = torch.where(seen, keys, 0).reshape(n, k, t * page, d)
     values = values.reshape(n, k, t * page, d)
     q = (q * d**-0.5).transpose(1, 2).to(keys.dtype)
-    mixed = fused_attention(q, keys, values, mask[:, None])  # (N, A, S, D)
+    mixed: torch.Tensor = fused_attention(q, keys, values, mask[:, None])  # (N, A, S, D)
     return mixed.transpose(1, 2).reshape(n * s, a * d).to(torch.float32)
 
 
@@ -248,8 +249,10 @@ def last_rows(
 
 
 def add_partials(hidden: torch.Tensor, *partials: torch.Tensor) -> torch.Tensor:
-    """The residual stream plus what every rank contributes, added in rank order: the sum is the same
-    whoever finishes first. All (M, H) f32."""
+    """The residual stream plus what every rank contributes, all (M, H) f32.
+
+    Added in rank order: the sum is the same whoever finishes first.
+    """
     for partial in partials:
         hidden = hidden + partial
     return hidden

@@ -1,7 +1,6 @@
 """Rotary position embedding: inverse frequencies, and angles that stay exact at any position.
 
-Inverse frequencies follow Hugging Face's `modeling_rope_utils` (`_compute_*_parameters`), computed in
-f64. Sources: RoPE arXiv:2104.09864, linear arXiv:2306.15595, YaRN arXiv:2309.00071, llama3 from the
+Inverse frequencies follow Hugging Face's `modeling_rope_utils` (`_compute_*_parameters`), in f64. Sources: RoPE arXiv:2104.09864, linear arXiv:2306.15595, YaRN arXiv:2309.00071, llama3 from the
 reference code of Llama 3.1.
 
 Legend: F = head_dim / 2 frequencies.
@@ -114,5 +113,5 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     rotation = torch.stack(
         (torch.stack((cos, -sin), dim=-2), torch.stack((sin, cos), dim=-2)), dim=-3
     )  # (..., to, from, F)
-    pairs = x.unflatten(-1, (2, x.shape[-1] // 2))
+    pairs = x.view(*x.shape[:-1], 2, x.shape[-1] // 2)
     return (rotation * pairs.unsqueeze(-3)).sum(-2).flatten(-2)
