@@ -235,8 +235,11 @@ class _Composer:
         return lines + self._public(entry, fragments, chunks)
 
     def _chunk(self, entry: EntryPoint, fragments: list[RankFragments], chunk: range) -> list[str]:
-        """A function of a few layers. It takes, rank by rank, hidden states and the step as tensors,
-        then the caches of its layers as buffer views; it returns hidden states and caches."""
+        """A function of a few layers.
+
+        It takes, rank by rank, hidden states and the step as tensors, then the caches of its layers
+        as buffer views; it returns hidden states and caches.
+        """
         body = _Body()
         parameters: list[str] = []
         hidden: list[_Value] = []

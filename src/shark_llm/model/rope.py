@@ -1,6 +1,7 @@
 """Rotary position embedding: inverse frequencies, and angles that stay exact at any position.
 
-Inverse frequencies follow Hugging Face's `modeling_rope_utils` (`_compute_*_parameters`), in f64. Sources: RoPE arXiv:2104.09864, linear arXiv:2306.15595, YaRN arXiv:2309.00071, llama3 from the
+Inverse frequencies follow Hugging Face's `modeling_rope_utils` (`_compute_*_parameters`), in f64.
+Sources: RoPE arXiv:2104.09864, linear arXiv:2306.15595, YaRN arXiv:2309.00071, llama3 from the
 reference code of Llama 3.1.
 
 Legend: F = head_dim / 2 frequencies.
