@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shark_llm.cli.packages import require_compile_packages
 from shark_llm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def plan(
         raise UsageError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     if max_num_seqs < 1:
         raise UsageError(f"--max-num-seqs is {max_num_seqs}; it must be at least 1")
+    require_compile_packages()
     # Imported here, so that --help and a wrong flag answer at once.
     from rich.console import Console
 
