@@ -49,7 +49,7 @@ def test_every_target_compiles_a_tiny_model(tmp_path: Path, target: str) -> None
     plan = plan_parameters(config, 1)
     exported = export_module(config, plan, 1, settings, row.attention_form, row.linear_form)
     gpu = row.driver in ("hip", "cuda")
-    assert ("iree_linalg_ext.attention" in exported.mlir) == gpu
+    assert ("tm_tensor.attention" in exported.mlir) == gpu
     source, module = tmp_path / "model.mlir", tmp_path / "model.vmfb"
     source.write_text(exported.mlir)
     result = run_compiler(source, module, row.compile_flags(1))
