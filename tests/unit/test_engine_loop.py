@@ -259,7 +259,7 @@ def test_dead_engine_ends_everything_once(engines: Any) -> None:
     assert codes == {"forward_failed", "engine_dead"}
     assert not engine.healthy
     assert engine.failure == (
-        "the device failed 3 times in a row, last with RuntimeError: device lost"
+        "the device failed 3 times in a row, last with RuntimeError"
     )
     assert runner.closed
     with pytest.raises(RequestError) as error:
@@ -277,7 +277,7 @@ def test_fault_of_our_own_leaves_nobody_waiting(
     engine.start()
     wait_for(lambda: not engine.alive)
     assert [answer.error.code for answer in answers] == ["engine_dead"] * 3
-    assert engine.failure == "the engine failed with ZeroDivisionError: division by zero"
+    assert engine.failure == "the engine failed with ZeroDivisionError"
 
 
 def test_breach_shows_in_health(engines: Any) -> None:

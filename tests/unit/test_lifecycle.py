@@ -68,6 +68,29 @@ def test_the_shortest_context_can_be_served() -> None:
     engine.stop()
 
 
+def test_the_cause_of_death_is_for_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """/health is open to everybody, and what a device says names files."""
+
+    def fail(index: int, phase: Any, rows: Any) -> None:
+        if index > 1:
+            raise RuntimeError("/opt/secret/driver.c:719: hip error\n  at /opt/secret/frame")
+
+    settings = {"dead_linger": 2.0}
+    engine_settings = EngineSettings(max_consecutive_failures=1)
+    with real_server(
+        LONG, settings=settings, engine_settings=engine_settings, on_forward=fail
+    ) as server:
+        url = f"{server.url}/v1/completions"
+        answers = [httpx.post(url, json={"prompt": "p"})]
+        wait_for(lambda: server.life.state.phase == "dead")
+        answers += [httpx.post(url, json={"prompt": "p"}), httpx.get(f"{server.url}/health")]
+        assert server.join() == 1
+    assert [answer.status_code for answer in answers] == [500, 503, 503]
+    assert not any("secret" in answer.text or "719" in answer.text for answer in answers)
+    assert "in a row, last with RuntimeError" in answers[2].json()["phase"]
+    assert "driver.c:719" in caplog.text
+
+
 def test_an_engine_that_dies_while_draining_is_exit_code_1() -> None:
     """F02: it was 0, as if every stream had been finished."""
     broken = threading.Event()

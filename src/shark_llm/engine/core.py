@@ -40,7 +40,8 @@ from shark_llm.runtime.runner import ModelRunner, Phase, Row
 
 logger = logging.getLogger(__name__)
 
-# What clients read. The cause, which may name files and devices, is for the operator: `failure`.
+# What clients read, here and in `failure` and `breach`. What an exception said may name files and
+# devices: it goes to the log alone.
 ENGINE_DEAD = "the engine has stopped after a failure and must be restarted"
 NOTHING_NEW = "the engine found its memory accounting broken and starts nothing new"
 SINK_FAILED = ErrorEvent(message="the receiver of this request's tokens failed", code="sink_failed")
@@ -300,7 +301,7 @@ class EngineCore:
         if self._failures_in_a_row >= self.settings.max_consecutive_failures:
             self.fail_all(
                 f"the device failed {self._failures_in_a_row} times in a row, "
-                f"last with {type(error).__name__}: {error}"
+                f"last with {type(error).__name__}"
             )
 
     def _finish(

@@ -63,7 +63,8 @@ class Engine:
 
     @property
     def failure(self) -> str | None:
-        """One line: why the engine is dead or starts nothing new. None while it is healthy."""
+        """One line for anybody to read: why the engine is dead or starts nothing new; the log says
+        more. None while it is healthy."""
         return self._failure
 
     @property
@@ -185,7 +186,7 @@ class Engine:
         except Exception as error:
             # A fault of our own. Nobody may wait for ever because of it.
             logger.critical("the engine thread failed", exc_info=error)
-            core.failure = f"the engine failed with {type(error).__name__}: {error}"
+            core.failure = f"the engine failed with {type(error).__name__}"
         finally:
             self._shut_down()
 
