@@ -317,9 +317,7 @@ def test_failures_in_a_row_kill_the_engine() -> None:
     driver.step(3)
     codes = [answer.error.code for answer in answers]
     assert codes == ["forward_failed"] * 3 + ["engine_dead"] * 2
-    assert driver.core.failure == (
-        "the device failed 3 times in a row, last with RuntimeError"
-    )
+    assert driver.core.failure == ("the device failed 3 times in a row, last with RuntimeError")
     late = driver.add(numbers(0, 5))
     assert late.error.code == "engine_dead"
 

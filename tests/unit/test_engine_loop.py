@@ -258,9 +258,7 @@ def test_dead_engine_ends_everything_once(engines: Any) -> None:
     codes = {answer.error.code for answer in answers}
     assert codes == {"forward_failed", "engine_dead"}
     assert not engine.healthy
-    assert engine.failure == (
-        "the device failed 3 times in a row, last with RuntimeError"
-    )
+    assert engine.failure == ("the device failed 3 times in a row, last with RuntimeError")
     assert runner.closed
     with pytest.raises(RequestError) as error:
         submit(engine, "late", [1])
