@@ -18,6 +18,7 @@ from shark_llm.engine.request import Event, FinishEvent, Request, SamplingParams
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.errors import RequestError
 from shark_llm.runtime.runner import Phase, Row
+from shark_llm.server.metrics import Metrics
 
 PATIENCE = 20.0
 
@@ -278,7 +279,7 @@ def test_fault_of_our_own_leaves_nobody_waiting(
     assert engine.failure == "the engine failed with ZeroDivisionError"
 
 
-def test_breach_shows_in_health(engines: Any) -> None:
+def test_breach_shows_in_health_and_metrics(engines: Any) -> None:
     """E10: new work is refused, the running stream ends by itself, the thread lives."""
     gate = Gate()
     engine, runner = engines(max_num_seqs=1, runner={"on_forward": gate})
@@ -292,6 +293,10 @@ def test_breach_shows_in_health(engines: Any) -> None:
     wait_for(lambda: not engine.healthy)
     assert engine.alive
     assert "page ownership is broken" in str(engine.failure)
+    wait_for(lambda: not engine.stats().healthy)
+    metrics = Metrics("m")
+    metrics.watch(engine.stats)
+    assert b'shark_engine_healthy{model_name="m"} 0.0' in metrics.render()
     with pytest.raises(RequestError, match="takes no requests"):
         submit(engine, "b", [1])
 

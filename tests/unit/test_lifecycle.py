@@ -73,7 +73,7 @@ def test_the_cause_of_death_is_for_the_log(caplog: pytest.LogCaptureFixture) -> 
 
     def fail(index: int, phase: Any, rows: Any) -> None:
         if index > 1:
-            raise RuntimeError("/opt/secret/driver.c:719: hip error\n  at /opt/secret/frame")
+            raise RuntimeError("driver/secret/queue.c:719: hip error\n  at secret/frame")
 
     settings = {"dead_linger": 2.0}
     engine_settings = EngineSettings(max_consecutive_failures=1)
@@ -88,7 +88,7 @@ def test_the_cause_of_death_is_for_the_log(caplog: pytest.LogCaptureFixture) -> 
     assert [answer.status_code for answer in answers] == [500, 503, 503]
     assert not any("secret" in answer.text or "719" in answer.text for answer in answers)
     assert "in a row, last with RuntimeError" in answers[2].json()["phase"]
-    assert "driver.c:719" in caplog.text
+    assert "queue.c:719" in caplog.text
 
 
 def test_an_engine_that_dies_while_draining_is_exit_code_1() -> None:

@@ -185,6 +185,7 @@ class EngineCore:
         """A consistent snapshot; to be called between steps."""
         scheduler = self.scheduler
         return EngineStats(
+            healthy=self.failure is None and self.breach is None,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             pages_total=scheduler.pool.total,

@@ -14,6 +14,8 @@ class EngineStats:
     prefix cache counts as cached also while running requests read it.
     """
 
+    healthy: bool = True
+    """False: the engine is dead, or found its memory accounting broken and starts nothing new."""
     running: int = 0
     waiting: int = 0
     pages_total: int = 0
