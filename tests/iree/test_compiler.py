@@ -61,7 +61,7 @@ def test_every_target_compiles_a_tiny_model(tmp_path: Path, target: str) -> None
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
-        ("func.func @f( {", (), "failed with exit code 1 after 0 s: model.mlir:1:15: error:"),
+        ("func.func @f( {", (), "model.mlir:1:"),
         (SOURCE, ("--no-such-flag=3",), "'--no-such-flag=3'"),
         (SOURCE, ("--iree-llvmcpu-target-cpu=pentium-9000",), "pentium-9000"),
     ],
@@ -82,15 +82,13 @@ def test_compiler_errors_become_one_line(
 
 
 def test_extra_flags_change_the_module(tmp_path: Path) -> None:
-    """What --extra-compile-arg passes takes effect: stripped modules have no debug names."""
+    """What --extra-compile-arg passes takes effect: here, another container of the module."""
     source = tmp_path / "model.mlir"
     source.write_text(SOURCE)
-    plain, stripped = tmp_path / "plain.vmfb", tmp_path / "stripped.vmfb"
+    plain, other = tmp_path / "plain.vmfb", tmp_path / "other.vmfb"
     run_compiler(source, plain, flags_of("x86-64-v3"))
-    run_compiler(
-        source, stripped, (*flags_of("x86-64-v3"), "--iree-vm-bytecode-module-strip-debug-ops")
-    )
-    assert digest(plain) != digest(stripped)
+    run_compiler(source, other, (*flags_of("x86-64-v3"), "--iree-vm-emit-polyglot-zip=false"))
+    assert digest(plain) != digest(other)
 
 
 def test_compile_command_rebuilds_the_same_module(tmp_path: Path, compiled: CompiledModel) -> None:

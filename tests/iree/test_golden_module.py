@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from compiled import running
 from shark_llm.artifacts.bundle import Bundle
@@ -55,12 +54,12 @@ def test_weight_changed_on_the_eager_side_is_found(compiled: CompiledModel) -> N
 def test_weight_changed_in_the_archive_is_found(
     tmp_path: Path, compiled: CompiledModel, value: float
 ) -> None:
-    """C14: one number of one weight, and NaN, in the file that the module maps."""
+    """C14: one row of one weight, another number or NaN, in the file that the module maps."""
     made = compiled("t0")
     copy = tmp_path / "bundle"
     shutil.copytree(made.bundle.path, copy)
     reader = ArchiveReader(copy / "model.irpa")
-    original = reader.read("blk.0.ffn_up.weight")
+    original = reader.read("blk.0.ffn_up.weight").copy()  # it maps the file
     archive = (copy / "model.irpa").read_bytes()
     at = archive.index(original.tobytes())
     changed = original.copy()
@@ -72,4 +71,3 @@ def test_weight_changed_in_the_archive_is_found(
     )
     with pytest.raises(VerificationError, match="golden check, prefill"):
         check(replace(made.bundle, path=copy), made.checkpoint)
-    assert torch.isfinite(torch.from_numpy(original.copy())).all()
