@@ -33,20 +33,10 @@ SHARES = {"t0": 1e-5, "wide": 5e-3, "tp2": 1e-5, "tp3": 1e-5}
 DECODED = 4
 
 
-COPIED_CACHE = pytest.mark.xfail(
-    strict=True,
-    reason="with several ranks of one kv head, write_token's constant index is shared by devices, "
-    "the cache is copied, and decode writes into the copy",
-)
-
-
 def on(*names: str) -> pytest.MarkDecorator:
-    """Run on these bundles; `tp3` is where the fault of COPIED_CACHE shows."""
+    """Run on these bundles."""
     return pytest.mark.parametrize(
-        ("runner", "name"),
-        [pytest.param(n, n, marks=COPIED_CACHE if n == "tp3" else ()) for n in names],
-        ids=names,
-        indirect=["runner"],
+        ("runner", "name"), [(n, n) for n in names], ids=names, indirect=["runner"]
     )
 
 

@@ -76,15 +76,9 @@ def smallest_cache_bytes(tp: int, settings: ExportSettings) -> int:
     ("target", "tp", "settings"),
     [
         ("host", 1, ExportSettings(batch_sizes_prefill=(1, 4), batch_sizes_decode=(1, 4))),
-        pytest.param(
-            "host",
-            2,
-            ExportSettings(batch_sizes_prefill=(2,), batch_sizes_decode=(2,)),
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="write_token's constant index of kv heads is hoisted and shared by devices",
-            ),
-        ),
+        # Ranks of one kv head each: an index tensor that is a constant by itself was hoisted
+        # without a device here, and every decode step copied, and then lost, whole caches.
+        ("host", 2, ExportSettings(batch_sizes_prefill=(2,), batch_sizes_decode=(2,))),
         ("gfx942", 1, ExportSettings(batch_sizes_prefill=(1,), batch_sizes_decode=(1, 4))),
         ("gfx942", 2, ExportSettings(batch_sizes_prefill=(1,), batch_sizes_decode=(1,))),
     ],

@@ -40,10 +40,13 @@ def write_token(
     cache (P, K*L*D), pages and offsets (N) i64, values (N, K, D) -> cache.
     """
     n, k, d = values.shape
-    heads = torch.arange(k)[None, :].expand(n, k)  # (N, K)
-    view = cache.view(-1, k, page_size, d)  # (P, K, L, D)
-    index = (pages[:, None].expand(n, k), heads, offsets[:, None].expand(n, k))
-    return view.index_put(index, values.to(cache.dtype)).view(cache.shape)
+    # Rows of the cache seen as (P*K, L, D), computed from `pages`: an index that is constant by
+    # itself is hoisted without a device when there are several, and costs a copy of the cache.
+    rows = (pages[:, None] * k + torch.arange(k)[None, :]).reshape(-1)  # (N*K)
+    slots = offsets[:, None].expand(n, k).reshape(-1)  # (N*K)
+    view = cache.view(-1, page_size, d)  # (P*K, L, D)
+    tokens = values.reshape(n * k, d).to(cache.dtype)
+    return view.index_put((rows, slots), tokens).view(cache.shape)
 
 
 def write_last_token(

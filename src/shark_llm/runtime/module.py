@@ -71,7 +71,11 @@ class IreeRunner:
         results = rt.VmVariantList(1 + len(self._caches))
         self._context.invoke(self._functions[entry.name], arguments, results)
         logits = results.get_as_object(0, rt.HalBufferView)
-        # The other results are the caches themselves, updated in place.
+        # The other results are the caches, updated in place: the same memory. Were one a copy, the
+        # step would be slow, but the next one would still see what this one wrote.
+        self._caches = [
+            results.get_as_object(1 + i, rt.HalBufferView) for i in range(len(self._caches))
+        ]
         return self._devices.download(0, logits, (entry.batch_size, self.vocab_size))[: len(rows)]
 
     def _entry(self, phase: Phase, count: int) -> EntryPoint:
