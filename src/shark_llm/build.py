@@ -167,7 +167,8 @@ class _Comparison:
         assert plan.checkpoint is not None
         if old is not None and plan.from_hub:
             source = old.manifest.source
-            if (source.name, source.revision) == (plan.name, plan.revision):
+            same_weights = old.manifest.weights == plan.settings.weights
+            if same_weights and (source.name, source.revision) == (plan.name, plan.revision):
                 return source.digest
         return plan.checkpoint.digest()
 
@@ -179,7 +180,7 @@ def _plan(
     target = check_settings(settings)
     with clock.stage("resolve", settings.model):
         metadata = resolve(settings)
-        checkpoint = open_local(metadata)
+        checkpoint = open_local(settings, metadata)
         for note in (*metadata.notes, *(checkpoint.notes if checkpoint else ())):
             clock.reporter.note(note)
         if isinstance(metadata.location, LocalModel) and settings.hub.cache_dir is not None:
@@ -187,9 +188,12 @@ def _plan(
     if checkpoint is None and metadata.config is None and may_fetch:
         # A GGUF file holds its config itself: there is nothing to plan with before it is here.
         metadata = _fetch(settings, metadata, clock)
-        checkpoint = open_local(metadata)
+        checkpoint = open_local(settings, metadata)
     with clock.stage("plan", f"{target.name}, tp {settings.tp}"):
-        return make_plan(settings, metadata, checkpoint, target), metadata
+        plan = make_plan(settings, metadata, checkpoint, target)
+    for note in plan.notes:
+        clock.reporter.note(note)
+    return plan, metadata
 
 
 def _fetch(settings: BuildSettings, metadata: Metadata, clock: StageClock) -> Metadata:

@@ -19,19 +19,28 @@ from shark_llm import __version__
 from shark_llm.artifacts.irpa import archive_name, archive_ranks
 from shark_llm.artifacts.manifest import Manifest, Placement, Source, Target
 from shark_llm.checkpoint.aux_files import eos_token_ids, read_aux_files
+from shark_llm.checkpoint.config_only import ConfigOnlyCheckpoint
 from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.checkpoint.source import Checkpoint
 from shark_llm.compile.dev_directory import check_replaceable
 from shark_llm.compile.targets import CompileTarget, get_target
-from shark_llm.errors import UsageError
+from shark_llm.errors import CapacityError, UsageError
 from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
 from shark_llm.hub import HubModel, HubSettings, Metadata, fetch_metadata, parse_model
 from shark_llm.model.config import ModelConfig, config_from_hf, config_to_dict
-from shark_llm.planner import MODULE_ALLOWANCE, required_bytes
+from shark_llm.planner import (
+    MODULE_ALLOWANCE,
+    DeviceMemory,
+    check_capacity,
+    choose_max_model_len,
+    device_memory,
+    required_bytes,
+)
 from shark_llm.sharding.apply import TORCH_DTYPES
 from shark_llm.sharding.plan import plan_parameters, plan_ranks
 
 DtypeChoice = Literal["auto", "bf16", "f16", "f32"]
+WeightsChoice = Literal["checkpoint", "dummy"]
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -44,9 +53,13 @@ class BuildSettings:
     out_dir: Path
     dev_dir: Path | None = None
     target: str = "host"
+    gpu: str | None = None
+    """One of planner.GPUS, for its memory; None: the target's usual one."""
     tp: int = 1
     dtype: DtypeChoice = "auto"
     """auto: the checkpoint's own dtype; bf16 for quantized checkpoints."""
+    weights: WeightsChoice = "checkpoint"
+    """dummy: from config.json alone, every weight being the same number."""
     page_size: int = ExportSettings.page_size
     batch_sizes_prefill: tuple[int, ...] = ExportSettings.batch_sizes_prefill
     batch_sizes_decode: tuple[int, ...] = ExportSettings.batch_sizes_decode
@@ -54,6 +67,8 @@ class BuildSettings:
     """None: what the model was made for."""
     extra_compile_args: tuple[str, ...] = ()
     save_intermediates: bool = False
+    force: bool = False
+    """Build what does not fit its GPU."""
     verify: bool = True
     """Run the golden check where the target can run."""
     hub: HubSettings = field(default_factory=HubSettings)
@@ -68,6 +83,7 @@ class BuildPlan:
     revision: str | None
     config: ModelConfig
     target: CompileTarget
+    device: DeviceMemory
     export: ExportSettings
     plan: dict[str, Placement]
     max_model_len: int
@@ -79,6 +95,8 @@ class BuildPlan:
     """Of weights that are still on the hub."""
     checkpoint: Checkpoint | None
     """None: its weights are still on the hub."""
+    notes: tuple[str, ...] = ()
+    """What was forced."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -106,6 +124,7 @@ class BuildPlan:
 def check_settings(settings: BuildSettings) -> CompileTarget:
     """Refuse what is wrong whatever the model is; returns the target's row. Raises UsageError."""
     target = get_target(settings.target)
+    device_memory(target, settings.gpu)
     _export_settings(settings, "f32")
     if settings.save_intermediates and settings.dev_dir is None:
         raise UsageError("--save-intermediates needs --output-dev-artifacts-dir to put them in")
@@ -127,8 +146,15 @@ def resolve(settings: BuildSettings) -> Metadata:
     return fetch_metadata(location, settings=settings.hub)
 
 
-def open_local(metadata: Metadata) -> Checkpoint | None:
-    """The checkpoint, or None as long as weights are missing."""
+def open_local(settings: BuildSettings, metadata: Metadata) -> Checkpoint | None:
+    """The checkpoint, or None as long as weights are missing; dummy weights never are."""
+    if settings.weights == "dummy":
+        if metadata.config is None:
+            raise UsageError(
+                f"--weights dummy needs a config.json, and {metadata.name} has none: name the "
+                "original model, or a directory or file with its config"
+            )
+        return ConfigOnlyCheckpoint(metadata.path)
     return None if metadata.missing_bytes else open_checkpoint(metadata.path)
 
 
@@ -140,8 +166,9 @@ def make_plan(
 ) -> BuildPlan:
     """The plan, from config.json alone as long as `checkpoint` is None.
 
-    Raises UnsupportedModelError, ShardingError, UsageError; and UsageError too for a GGUF file that
-    is still on the hub, since it holds its config itself.
+    Raises UnsupportedModelError, ShardingError, UsageError; CapacityError for what cannot fit its
+    GPU, unless forced; and UsageError too for a GGUF file that is still on the hub, since it holds
+    its config itself.
     """
     if checkpoint is not None:
         config = checkpoint.config
@@ -155,19 +182,25 @@ def make_plan(
             f"({metadata.missing_bytes / 1e6:.0f} MB): --dry-run can only plan what is in the cache"
         )
     dtype = _dtype(settings.dtype, checkpoint, config, metadata.path)
+    placements = plan_parameters(config, settings.tp)
+    length = choose_max_model_len(settings.max_model_len, config)
+    device = device_memory(target, settings.gpu)
+    dummy = settings.weights == "dummy"
     return BuildPlan(
         settings=settings,
         name=metadata.name,
         revision=metadata.revision,
         config=config,
         target=target,
+        device=device,
         export=_export_settings(settings, dtype),
-        plan=plan_parameters(config, settings.tp),
-        max_model_len=_max_model_len(settings.max_model_len, config),
-        file_bytes=required_bytes(config, tp=settings.tp, dtype=dtype),
+        plan=placements,
+        max_model_len=length,
+        file_bytes=required_bytes(config, tp=settings.tp, dtype=dtype, dummy=dummy),
         from_hub=isinstance(metadata.location, HubModel),
-        fetch_bytes=metadata.missing_bytes,
+        fetch_bytes=0 if dummy else metadata.missing_bytes,
         checkpoint=checkpoint,
+        notes=_check_memory(settings, config, device, dtype=dtype, max_model_len=length),
     )
 
 
@@ -178,6 +211,7 @@ def expected_manifest(plan: BuildPlan, digest: str) -> Manifest:
     return Manifest(
         source=Source(name=plan.name, revision=plan.revision, digest=digest),
         config=config_to_dict(config),
+        weights=plan.settings.weights,
         dtype=plan.export.dtype,
         kv_dtype=plan.export.dtype,
         tp=tp,
@@ -197,7 +231,7 @@ def expected_manifest(plan: BuildPlan, digest: str) -> Manifest:
             flags=plan.flags,
             cpu=target.cpu,
             cpu_features=target.cpu_features,
-            memory_bytes=target.memory_bytes,
+            memory_bytes=None if plan.device.is_shared else plan.device.num_bytes,
         ),
         versions=build_versions(),
         golden=None,
@@ -248,10 +282,24 @@ def _dtype(
     return "bf16" if path.suffix == ".gguf" and own == "float32" else _DTYPE_NAMES[own]
 
 
-def _max_model_len(asked: int | None, config: ModelConfig) -> int:
-    limit = config.max_position_embeddings
-    if config.sliding_window is not None:
-        limit = min(limit, config.sliding_window)
-    if asked is not None and not 1 <= asked <= limit:
-        raise UsageError(f"--max-model-len is {asked}: this model takes 1 to {limit}")
-    return asked or limit
+def _check_memory(
+    settings: BuildSettings,
+    config: ModelConfig,
+    device: DeviceMemory,
+    *,
+    dtype: str,
+    max_model_len: int,
+) -> tuple[str, ...]:
+    """Refuse what cannot fit a GPU; when forced, the refusal is a note.
+
+    A CPU's memory is another on every machine: there it is for the server to say.
+    """
+    if device.is_shared:
+        return ()
+    try:
+        check_capacity(config, device, tp=settings.tp, dtype=dtype, max_model_len=max_model_len)
+    except CapacityError as error:
+        if not settings.force:
+            raise CapacityError(f"{error}; --force builds it all the same") from error
+        return (f"forced: {error}",)
+    return ()

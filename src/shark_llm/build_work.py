@@ -19,6 +19,7 @@ from shark_llm.golden import read_parameters
 from shark_llm.golden_run import run_golden, why_not_here
 from shark_llm.reuse import Reuse, check_linked, link_files
 from shark_llm.sharding.apply import TORCH_DTYPES, write_archives
+from shark_llm.sharding.archives import write_dummy_archives
 from shark_llm.stages import StageClock
 
 
@@ -64,6 +65,12 @@ class BuildWork:
             identity = Identity(
                 model=expected.source.digest, tp=expected.tp, rank=None, dtype=expected.dtype
             )
+            if plan.settings.weights == "dummy":
+                stage.note = "dummy weights"
+                write_dummy_archives(
+                    plan.config, plan.plan, identity=identity, out_dir=self.staging.path
+                )
+                return
             write_archives(
                 self.checkpoint,
                 plan.plan,

@@ -25,9 +25,7 @@ def plan_lines(dry_run: DryRun) -> list[str]:
         f"entries  prefill_bs{{{_listed(plan.export.batch_sizes_prefill)}}} "
         f"decode_bs{{{_listed(plan.export.batch_sizes_decode)}}}",
         f"flags    {shlex.join(plan.flags)}",
-        f"fetch    {_megabytes(plan.fetch_bytes)}"
-        if plan.fetch_bytes
-        else "fetch    nothing: all weights are here",
+        f"fetch    {_fetched(dry_run)}",
     ]
     what = "reuse" if reuse.archives or reuse.everything else "write"
     lines += [f"{what:<8} {name}: {size} bytes" for name, size in plan.file_bytes.items()]
@@ -51,6 +49,14 @@ def plan_lines(dry_run: DryRun) -> list[str]:
     ]
 
 
+def _fetched(dry_run: DryRun) -> str:
+    if dry_run.plan.settings.weights == "dummy":
+        return "nothing: the weights are dummies"
+    if dry_run.plan.fetch_bytes:
+        return _megabytes(dry_run.plan.fetch_bytes)
+    return "nothing: all weights are here"
+
+
 def result_lines(result: BuildResult) -> list[str]:
     """Time and memory of each stage, where the bundle lies and how it is served."""
     size = sum(info.size for info in result.manifest.files.values())
@@ -59,7 +65,8 @@ def result_lines(result: BuildResult) -> list[str]:
     return [
         *([] if result.reused else stage_table(result.stages)),
         f"bundle   {result.path} ({_megabytes(size)}, {took})",
-        f"serve    shark-serve --artifacts-dir {shlex.quote(str(result.path))}",
+        f"serve    shark-serve --artifacts-dir {shlex.quote(str(result.path))}"
+        + (" --allow-dummy-weights" if result.manifest.weights == "dummy" else ""),
     ]
 
 

@@ -21,7 +21,7 @@ from shark_llm.cli.packages import require_compile_packages, version_line
 from shark_llm.errors import UsageError
 
 if TYPE_CHECKING:
-    from shark_llm.build_plan import DtypeChoice
+    from shark_llm.build_plan import DtypeChoice, WeightsChoice
 
 PROGRAM = "shark-compile"
 MULTI_VALUE_FLAGS = {
@@ -30,6 +30,7 @@ MULTI_VALUE_FLAGS = {
     "--batch-sizes-decode": int,
 }
 DTYPES = ("auto", "bf16", "f16", "f32")
+WEIGHTS = ("checkpoint", "dummy")
 MAX_TP = 8
 SHARDING_MODES = tuple(f"tp{n}" for n in range(1, MAX_TP + 1))
 
@@ -66,6 +67,14 @@ def build(
             rich_help_panel=_MODEL,
         ),
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="A supported model's name, or a TOML file: the defaults of all other flags of "
+            "model and target.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
     revision: Annotated[
         str | None,
         typer.Option(
@@ -91,13 +100,21 @@ def build(
         ),
     ] = None,
     dtype: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help=f"Of weights and KV cache: {', '.join(DTYPES)}. auto is the checkpoint's own, "
-            "bf16 for quantized ones.",
+            help=f"Of weights and KV cache: {', '.join(DTYPES)}. auto, the default, is the "
+            "checkpoint's own, bf16 for quantized ones.",
             rich_help_panel=_MODEL,
         ),
-    ] = "auto",
+    ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="checkpoint, or dummy: from config.json alone, for compiling and benchmarks; "
+            "archives of some kilobytes, in which all weights are one number.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "checkpoint",
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -106,13 +123,21 @@ def build(
         ),
     ] = None,
     compile_target: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="What runs the module: host (this CPU), x86-64-v3, x86-64-v4, gfx942, gfx950, "
-            "gfx90a, gfx1100, sm_80 or sm_89.",
+            help="What runs the module: host (this CPU, the default), x86-64-v3, x86-64-v4, "
+            "gfx942, gfx950, gfx90a, gfx1100, sm_80 or sm_89.",
             rich_help_panel=_TARGET,
         ),
-    ] = "host",
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Which GPU of the target, for its memory: mi250x, mi300a, mi300x, mi325x or "
+            "mi355x. Default: the target's usual one.",
+            rich_help_panel=_TARGET,
+        ),
+    ] = None,
     sharding_mode: Annotated[
         str | None,
         typer.Option(
@@ -176,6 +201,10 @@ def build(
             rich_help_panel=_OUTPUT,
         ),
     ] = True,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Build what does not fit its GPU.", rich_help_panel=_OUTPUT),
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -196,35 +225,46 @@ def build(
     if context.invoked_subcommand is not None:
         _refuse_build_flags(context)
         return
-    if hf_model is None:
-        raise UsageError("--hf-model is missing: name a directory, a .gguf file, an id or a URL")
+    if hf_model is None and recipe is None:
+        raise UsageError(
+            "--hf-model is missing: name a directory, a .gguf file, an id or a URL, or a --recipe"
+        )
     if output_artifacts_dir is None and not dry_run:
         raise UsageError("--output-artifacts-dir is missing: say where the bundle goes")
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if weights not in WEIGHTS:
+        raise UsageError(f"--weights is {weights!r}; it must be one of {', '.join(WEIGHTS)}")
     degree = _tp(sharding_mode, tp)
     require_compile_packages()
     # Imported here, so that --help and a wrong flag answer at once.
     from rich.console import Console
 
     from shark_llm.build import BuildSettings, build, plan_build
+    from shark_llm.cli.recipe_flags import departures, recipe_settings
     from shark_llm.cli.reporter import make_reporter
     from shark_llm.hub import HubSettings
+    from shark_llm.recipes import load_recipe
 
-    unset = BuildSettings(model=hf_model, out_dir=Path())
+    chosen = None if recipe is None else load_recipe(recipe)
+    unset = BuildSettings(model="", out_dir=Path()) if chosen is None else recipe_settings(chosen)
     settings = replace(
         unset,
+        model=hf_model or unset.model,
         out_dir=output_artifacts_dir or Path(),
         dev_dir=output_dev_artifacts_dir,
-        target=compile_target,
-        tp=degree,
-        dtype=cast("DtypeChoice", dtype),
+        target=compile_target or unset.target,
+        gpu=gpu,
+        tp=degree or unset.tp,
+        dtype=cast("DtypeChoice", dtype or unset.dtype),
+        weights=cast("WeightsChoice", weights),
         page_size=page_size if page_size is not None else unset.page_size,
         batch_sizes_prefill=tuple(batch_sizes_prefill or unset.batch_sizes_prefill),
         batch_sizes_decode=tuple(batch_sizes_decode or unset.batch_sizes_decode),
-        max_model_len=max_model_len,
+        max_model_len=max_model_len if max_model_len is not None else unset.max_model_len,
         extra_compile_args=tuple(extra_compile_arg or ()),
         save_intermediates=save_intermediates,
+        force=force,
         verify=verify_result,
         hub=HubSettings(revision=revision, cache_dir=hf_cache_dir, token=hf_token),
     )
@@ -233,6 +273,8 @@ def build(
     # As for Ctrl-C: the compiler is ended and what is half written removed.
     signal.signal(signal.SIGTERM, _end)
     try:
+        for note in () if chosen is None else departures(chosen, settings):
+            reporter.note(note)
         if dry_run:
             lines = plan_lines(plan_build(settings, reporter))
         else:
@@ -247,8 +289,8 @@ def _end(signal_number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signal_number)  # what shells report for a program that a signal has ended
 
 
-def _tp(mode: str | None, tp: int | None) -> int:
-    """--sharding-mode and --tp say the same."""
+def _tp(mode: str | None, tp: int | None) -> int | None:
+    """--sharding-mode and --tp say the same; None: neither is given."""
     if mode is not None and mode not in SHARDING_MODES:
         raise UsageError(f"--sharding-mode is {mode!r}; it must be one of tp1 to tp{MAX_TP}")
     if tp is not None and not 1 <= tp <= MAX_TP:
@@ -257,7 +299,7 @@ def _tp(mode: str | None, tp: int | None) -> int:
         raise UsageError(f"--sharding-mode {mode} and --tp {tp} contradict each other: give one")
     if mode is not None:
         return int(mode.removeprefix("tp"))
-    return 1 if tp is None else tp
+    return tp
 
 
 def _refuse_build_flags(context: typer.Context) -> None:
