@@ -16,7 +16,7 @@ concurrent, and the sum does not depend on timing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Placement
 from shark_llm.export.fragments import DTYPES, FragmentTracer, RankFragments
@@ -24,6 +24,7 @@ from shark_llm.export.linear import LinearForm, LinearLibrary
 from shark_llm.export.pages import PageReaders
 from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
 from shark_llm.export.trace import Fragment, FragmentLibrary, TensorType
+from shark_llm.export.writer import ArgumentDims, FunctionBody, Value, device_affinity
 from shark_llm.model.config import ModelConfig
 from shark_llm.model.llama import AttentionForm
 from shark_llm.sharding.plan import LocalParameter, RankShape, local_parameters, plan_ranks
@@ -95,109 +96,6 @@ def export_module(
     return ExportedModule(mlir="\n".join(lines), entry_points=entries, caches=caches)
 
 
-def _device(rank: int) -> str:
-    return f"#hal.device.promise<@__device_{rank}>"
-
-
-@dataclass
-class _Value:
-    """An SSA value: its name, type and dynamic dims (SSA names of index values)."""
-
-    name: str
-    type: TensorType
-    dims: tuple[str, ...]
-
-
-@dataclass
-class _Body:
-    """The lines of one function under construction."""
-
-    lines: list[str] = field(default_factory=list)
-    _count: int = 0
-
-    def emit(self, text: str) -> None:
-        self.lines.append(f"    {text}")
-
-    def name(self, stem: str = "v") -> str:
-        self._count += 1
-        return f"%{stem}{self._count}"
-
-    def import_tensor(
-        self,
-        view: str,
-        tensor: TensorType,
-        rank: int,
-        dims: tuple[str, ...],
-        *,
-        consume: bool = False,
-    ) -> _Value:
-        name = self.name()
-        how = " consume" if consume else ""
-        shape = f"{{{', '.join(dims)}}}" if dims else ""
-        self.emit(
-            f"{name} = hal.tensor.import on({_device(rank)}){how} {view} : "
-            f"!hal.buffer_view -> {tensor.mlir()}{shape}"
-        )
-        return _Value(name, tensor, dims)
-
-    def view_dim(self, view: str, axis: int) -> str:
-        name = self.name("dim")
-        self.emit(f"{name} = hal.buffer_view.dim<{view} : !hal.buffer_view>[{axis}] : index")
-        return name
-
-    def scaled(self, size: str, factor: int) -> str:
-        return self._with_constant("muli", size, factor)
-
-    def divided(self, size: str, divisor: int) -> str:
-        return self._with_constant("divui", size, divisor)
-
-    def _with_constant(self, operation: str, size: str, constant: int) -> str:
-        operand, name = self.name("c"), self.name("size")
-        self.emit(f"{operand} = arith.constant {constant} : index")
-        self.emit(f"{name} = arith.{operation} {size}, {operand} : index")
-        return name
-
-    def export_tensor(self, value: _Value, rank: int) -> str:
-        name = self.name("view")
-        shape = f"{{{', '.join(value.dims)}}}" if value.dims else ""
-        self.emit(
-            f"{name} = hal.tensor.export on({_device(rank)}) {value.name} : "
-            f"{value.type.mlir()}{shape} -> !hal.buffer_view"
-        )
-        return name
-
-    def transfer(self, value: _Value, rank: int) -> _Value:
-        name = self.name()
-        shape = f"{{{', '.join(value.dims)}}}" if value.dims else ""
-        self.emit(
-            f"{name} = flow.tensor.transfer {value.name} : {value.type.mlir()}{shape} "
-            f"to {_device(rank)}"
-        )
-        return _Value(name, value.type, value.dims)
-
-    def load(self, symbol: str, tensor: TensorType) -> _Value:
-        name = self.name("w")
-        self.emit(f'{name} = util.global.load @"{symbol}" : {tensor.mlir()}')
-        return _Value(name, tensor, ())
-
-    def call(
-        self, fragment: Fragment, arguments: Sequence[_Value], dims: Sequence[tuple[str, ...]]
-    ) -> tuple[_Value, ...]:
-        """Call a fragment; `dims` are the dynamic sizes of each result."""
-        assert len(arguments) == len(fragment.arguments), fragment.name
-        results = [self.name() for _ in fragment.results]
-        self.emit(
-            f"{', '.join(results)} = func.call @{fragment.name}"
-            f"({', '.join(a.name for a in arguments)}) : "
-            f"({', '.join(a.mlir() for a in fragment.arguments)}) -> "
-            f"({', '.join(r.mlir() for r in fragment.results)})"
-        )
-        return tuple(
-            _Value(name, tensor, d)
-            for name, tensor, d in zip(results, fragment.results, dims, strict=True)
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Composer:
     config: ModelConfig
@@ -219,7 +117,7 @@ class _Composer:
                 dims = "".join(f"{d}x" for d in parameter.shape)
                 yield (
                     f'  util.global private @"{_symbol(name, rank)}" '
-                    f"{{stream.affinity = {_device(rank)}}} = "
+                    f"{{stream.affinity = {device_affinity(rank)}}} = "
                     f'#flow.parameter.named<"{PARAMETER_SCOPE}"::"{parameter.key}"> : '
                     f"tensor<{dims}{self.settings.dtype}>"
                 )
@@ -240,18 +138,18 @@ class _Composer:
         It takes, rank by rank, hidden states and the step as tensors, then the caches of its layers
         as buffer views; it returns hidden states and caches.
         """
-        body = _Body()
+        body = FunctionBody()
         parameters: list[str] = []
-        hidden: list[_Value] = []
-        context: list[tuple[_Value, ...]] = []  # per rank: the tensors of Step
-        dims = _ChunkDims(body)
+        hidden: list[Value] = []
+        context: list[tuple[Value, ...]] = []  # per rank: the tensors of Step
+        dims = ArgumentDims(body)
         for rank, of_rank in enumerate(fragments):
             values = []
             types = (of_rank.norm.arguments[0], *of_rank.prepare.results)
             for i, tensor in enumerate(types):
                 name = f"%r{rank}_{i}"
                 parameters.append(f"{name}: {tensor.mlir()}")
-                values.append(_Value(name, tensor, dims.of(tensor, name)))
+                values.append(Value(name, tensor, dims.of(tensor, name)))
             hidden.append(values[0])
             context.append(tuple(values[1:]))
         views: dict[tuple[int, int, str], str] = {}
@@ -302,18 +200,18 @@ class _Composer:
 
     def _attend(
         self,
-        body: _Body,
+        body: FunctionBody,
         fragments: RankFragments,
         rank: int,
-        qkv: tuple[_Value, ...],
-        step: tuple[_Value, ...],
-        k_cache: _Value,
-        v_cache: _Value,
-    ) -> tuple[_Value, _Value, _Value]:
+        qkv: tuple[Value, ...],
+        step: tuple[Value, ...],
+        k_cache: Value,
+        v_cache: Value,
+    ) -> tuple[Value, Value, Value]:
         """`llama.attend`, with the reading of pages written for the compiler."""
         pool = k_cache.dims
         mask, write_pages, read_pages = step[2], step[3], step[5]
-        held: tuple[_Value, ...] = ()
+        held: tuple[Value, ...] = ()
         if fragments.held_rows is not None:
             (rows,) = body.call(fragments.held_rows, (write_pages,), ((),))
             held = (self._read(body, rank, v_cache, rows, fragments.write.arguments[-1], ()),)
@@ -331,13 +229,13 @@ class _Composer:
 
     def _read(
         self,
-        body: _Body,
+        body: FunctionBody,
         rank: int,
-        cache: _Value,
-        rows: _Value,
+        cache: Value,
+        rows: Value,
         result: TensorType,
         dims: tuple[str, ...],
-    ) -> _Value:
+    ) -> Value:
         batch, heads, pages = result.shape[:3]
         assert isinstance(batch, int)
         assert isinstance(heads, int)
@@ -345,18 +243,18 @@ class _Composer:
         fragment = Fragment(name=function, arguments=(cache.type, rows.type), results=(result,))
         return body.call(fragment, (cache, rows), (dims,))[0]
 
-    def _load(self, body: _Body, name: str, rank: int) -> _Value:
+    def _load(self, body: FunctionBody, name: str, rank: int) -> Value:
         parameter = self.parameters[rank][name]
         tensor = TensorType(shape=parameter.shape, dtype=DTYPES[self.settings.dtype])
         return body.load(_symbol(name, rank), tensor)
 
     def _norm(
-        self, body: _Body, fragments: RankFragments, x: _Value, name: str, rank: int
-    ) -> _Value:
+        self, body: FunctionBody, fragments: RankFragments, x: Value, name: str, rank: int
+    ) -> Value:
         weight = self._load(body, f"{name}.weight", rank)
         return body.call(fragments.norm, (x, weight), (x.dims,))[0]
 
-    def _linear(self, body: _Body, x: _Value, name: str, rank: int) -> _Value:
+    def _linear(self, body: FunctionBody, x: Value, name: str, rank: int) -> Value:
         """x times the weight `name` of this rank, plus its bias where the rank has one."""
         operands = [x, self._load(body, f"{name}.weight", rank)]
         has_bias = f"{name}.bias" in self.parameters[rank]
@@ -375,7 +273,7 @@ class _Composer:
         )
         return body.call(fragment, operands, (x.dims,))[0]
 
-    def _mlp(self, body: _Body, x: _Value, layer: int, rank: int) -> _Value:
+    def _mlp(self, body: FunctionBody, x: Value, layer: int, rank: int) -> Value:
         """The rank's part of the MLP of a layer."""
         stems = [f"blk.{layer}.ffn_{name}" for name in ("gate", "up", "down")]
         operands = [x, *(self._load(body, f"{stem}.weight", rank) for stem in stems)]
@@ -402,7 +300,7 @@ class _Composer:
         )
         return body.call(fragment, operands, (x.dims,))[0]
 
-    def _gather(self, body: _Body, partials: Sequence[_Value]) -> list[tuple[_Value, ...]]:
+    def _gather(self, body: FunctionBody, partials: Sequence[Value]) -> list[tuple[Value, ...]]:
         """Every rank's value on every rank: [rank][source]."""
         return [
             tuple(
@@ -414,11 +312,11 @@ class _Composer:
 
     def _add(
         self,
-        body: _Body,
+        body: FunctionBody,
         fragments: list[RankFragments],
-        hidden: list[_Value],
-        partials: Sequence[_Value],
-    ) -> list[_Value]:
+        hidden: list[Value],
+        partials: Sequence[Value],
+    ) -> list[Value]:
         everywhere = self._gather(body, partials)
         return [
             body.call(of_rank.add, (own, *everywhere[rank]), (own.dims,))[0]
@@ -428,7 +326,7 @@ class _Composer:
     def _public(
         self, entry: EntryPoint, fragments: list[RankFragments], chunks: list[range]
     ) -> list[str]:
-        body = _Body()
+        body = FunctionBody()
         inputs = [f"%{spec.name}" for spec in entry.inputs]
         views = {spec.name: f"%cache{i}" for i, spec in enumerate(self.caches)}
         parameters = [f"{name}: !hal.buffer_view" for name in (*inputs, *views.values())]
@@ -448,9 +346,9 @@ class _Composer:
                 inputs, fragments[0].prepare.arguments, (seq, (), (), (table_pages,)), strict=True
             )
         ]
-        hidden: list[_Value] = []
-        context: list[tuple[_Value, ...]] = []
-        lengths: list[tuple[_Value, _Value]] = []
+        hidden: list[Value] = []
+        context: list[tuple[Value, ...]] = []
+        lengths: list[tuple[Value, Value]] = []
         for rank, of_rank in enumerate(fragments):
             local = [v if rank == 0 else body.transfer(v, rank) for v in on_host]
             step = body.call(
@@ -462,9 +360,7 @@ class _Composer:
             )
             table = self._load(body, "token_embd.weight", rank)
             scalar = of_rank.embed.arguments[1]
-            hidden += body.call(
-                of_rank.embed, (local[0], _Value(first, scalar, ()), table), (rows,)
-            )
+            hidden += body.call(of_rank.embed, (local[0], Value(first, scalar, ()), table), (rows,))
             context.append(step)
             lengths.append((local[1], local[2]))
         if self.tp > 1:
@@ -487,13 +383,13 @@ class _Composer:
 
     def _call_chunk(
         self,
-        body: _Body,
+        body: FunctionBody,
         entry: EntryPoint,
         chunk: range,
-        hidden: list[_Value],
-        context: list[tuple[_Value, ...]],
+        hidden: list[Value],
+        context: list[tuple[Value, ...]],
         views: dict[str, str],
-    ) -> list[_Value]:
+    ) -> list[Value]:
         """Call one chunk; `views` is updated to the caches it returns."""
         tensors = [
             value for own, of_rank in zip(hidden, context, strict=True) for value in (own, *of_rank)
@@ -513,18 +409,16 @@ class _Composer:
             f"({', '.join(arguments)}) : ({', '.join(types)}) -> ({', '.join(result_types)})"
         )
         views.update(zip(names, results[self.tp :], strict=True))
-        return [
-            _Value(name, own.type, own.dims) for name, own in zip(results, hidden, strict=False)
-        ]
+        return [Value(name, own.type, own.dims) for name, own in zip(results, hidden, strict=False)]
 
     def _logits(
         self,
-        body: _Body,
+        body: FunctionBody,
         entry: EntryPoint,
         fragments: list[RankFragments],
-        hidden: list[_Value],
-        lengths: list[tuple[_Value, _Value]],
-    ) -> _Value:
+        hidden: list[Value],
+        lengths: list[tuple[Value, Value]],
+    ) -> Value:
         """Every rank's vocabulary rows, side by side on rank 0."""
         output = "token_embd" if self.config.tie_word_embeddings else "output"
         parts = []
@@ -544,29 +438,7 @@ class _Composer:
             f"{name} = tensor.concat dim(1) {', '.join(p.name for p in parts)} : "
             f"({', '.join(p.type.mlir() for p in parts)}) -> {whole.mlir()}"
         )
-        return _Value(name, whole, ())
-
-
-class _ChunkDims:
-    """The dynamic sizes of a chunk's tensor arguments, read from the first that has them."""
-
-    def __init__(self, body: _Body) -> None:
-        self._body = body
-        self._known: dict[object, str] = {}
-
-    def of(self, tensor: TensorType, name: str) -> tuple[str, ...]:
-        dims = []
-        for axis, dim in enumerate(tensor.shape):
-            if isinstance(dim, int):
-                continue
-            if dim not in self._known:
-                index = self._body.name("axis")
-                size = self._body.name("dim")
-                self._body.emit(f"{index} = arith.constant {axis} : index")
-                self._body.emit(f"{size} = tensor.dim {name}, {index} : {tensor.mlir()}")
-                self._known[dim] = size
-            dims.append(self._known[dim])
-        return tuple(dims)
+        return Value(name, whole, ())
 
 
 def _symbol(name: str, rank: int) -> str:
