@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import time
@@ -82,8 +83,14 @@ def _reset_peak() -> None:
 
 def _peak_bytes() -> int:
     """The high-water mark of this process's resident memory."""
+    peak = peak_resident_bytes(os.getpid())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
+
+
+def peak_resident_bytes(pid: int) -> int | None:
+    """The high-water mark of a running process's resident memory, where the kernel tells it."""
     with suppress(OSError):
-        status = Path("/proc/self/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
         if found := re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE):
             return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return None

@@ -181,11 +181,12 @@ def test_sigterm_ends_the_compiler_and_cleans_up(tmp_path: Path, t0: Path) -> No
     script.chmod(0o755)
     code = (
         "import sys; from pathlib import Path\n"
+        "from shark_llm.compile import compiler\n"
         "from build_harness import FakeCompileSide\n"
         "from shark_llm.cli.compile import main\n"
         "from shark_llm.export import compose\n"
         "compose.export_module = FakeCompileSide().export_module\n"
-        f"sys.executable = {str(script.with_name('python'))!r}\n"
+        f"compiler.compiler_executable = lambda: Path({str(script)!r})\n"
         "main(sys.argv[1:])\n"
     )
     argv = ["--hf-model", t0, "--output-artifacts-dir", tmp_path / "b"]

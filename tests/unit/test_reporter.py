@@ -16,7 +16,17 @@ RECORD = StageRecord(name="shard", seconds=1.26, peak_memory_bytes=410_000_000, 
 
 def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
     text = io.StringIO()
-    return Console(file=text, force_terminal=terminal, width=120, color_system=None), text
+    environment = {"TERM": "xterm"}  # whatever the tests run under
+    shown = Console(
+        file=text, force_terminal=terminal, width=120, color_system=None, _environ=environment
+    )
+    return shown, text
+
+
+def test_plain_lines_on_a_dumb_terminal() -> None:
+    """It cannot erase a line, so a live one would stay and repeat."""
+    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    assert isinstance(make_reporter(dumb), PlainReporter)
 
 
 def test_plain_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,8 @@ class _BytesColumn(ProgressColumn):
 
 def make_reporter(console: Console) -> PlainReporter | LiveReporter:
     """Live on a terminal, plain elsewhere."""
-    return LiveReporter(console) if console.is_terminal else PlainReporter(console)
+    live = console.is_terminal and not console.is_dumb_terminal
+    return LiveReporter(console) if live else PlainReporter(console)
 
 
 def byte_progress(done: int, total: int, seconds: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -13,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shark_llm.errors import CompileError
+from shark_llm.stages import peak_resident_bytes
 
 LOG_NAME = "compiler-output.txt"
 _SHOWN_DIAGNOSTIC_CHARS = 600
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +48,28 @@ def shell_script(source: str, output: str, flags: Sequence[str]) -> str:
     )
 
 
+def compiler_executable() -> Path:
+    """The compiler itself, of the installed package.
+
+    Not the script on PATH: that is Python waiting for this, would outlive it or be outlived when
+    one is killed, and has a memory of its own.
+    """
+    try:
+        from iree.compiler.tools import binaries
+    except ImportError as error:
+        raise CompileError(
+            "iree-base-compiler is not installed: pip install 'shark-llm[compile]'"
+        ) from error
+    return Path(binaries.find_tool("iree-compile")).resolve()
+
+
 def run_compiler(source: Path, output: Path, flags: Sequence[str]) -> CompileResult:
     """Compile `source` to `output`.
 
     Raises CompileError with the compiler's first diagnostic; all that it said is then in LOG_NAME
     beside `source`.
     """
-    # Beside this interpreter, not from PATH: the compiler must be of the tested version.
-    executable = Path(sys.executable).parent / "iree-compile"
+    executable = compiler_executable()
     command = compiler_command(source.name, output.resolve(), flags)
     started = time.monotonic()
     # The compiler's temporary files, and what it says, go where its output goes: /tmp may be small.
@@ -76,8 +91,7 @@ def run_compiler(source: Path, output: Path, flags: Sequence[str]) -> CompileRes
                     "(pip install 'shark-llm[compile]')"
                 ) from error
         try:
-            # wait4 gives this process's own memory, which subprocess does not.
-            _, status, usage = os.wait4(process.pid, 0)
+            status, peak = _wait(process.pid)
         except BaseException:
             process.kill()
             process.wait()
@@ -93,7 +107,22 @@ def run_compiler(source: Path, output: Path, flags: Sequence[str]) -> CompileRes
             f"iree-compile {_ending(code)} after {seconds:.0f} s: {_first_diagnostic(text)}; "
             f"the command was: {shlex.join(command)}"
         )
-    return CompileResult(seconds=seconds, peak_memory_bytes=usage.ru_maxrss * 1024)
+    return CompileResult(seconds=seconds, peak_memory_bytes=peak)
+
+
+def _wait(pid: int) -> tuple[int, int]:
+    """Wait for a child: its wait status, and the peak of its resident memory in bytes.
+
+    The high-water mark is read while the child runs: what wait4 says afterwards counts from the
+    fork, and so includes all that this process held at that moment.
+    """
+    peak = 0
+    while True:
+        done, status, usage = os.wait4(pid, os.WNOHANG)
+        if done:
+            return status, peak or usage.ru_maxrss * 1024
+        peak = max(peak, peak_resident_bytes(pid) or 0)
+        time.sleep(_POLL_SECONDS)
 
 
 def _ending(code: int) -> str:
