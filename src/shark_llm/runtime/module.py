@@ -69,7 +69,8 @@ class IreeRunner:
         for cache in self._caches:
             arguments.push_ref(cache)
         results = rt.VmVariantList(1 + len(self._caches))
-        self._context.invoke(self._functions[entry.name], arguments, results)
+        with self._devices.given_way():
+            self._context.invoke(self._functions[entry.name], arguments, results)
         logits = results.get_as_object(0, rt.HalBufferView)
         # The other results are the caches, updated in place: the same memory. Were one a copy, the
         # step would be slow, but the next one would still see what this one wrote.
