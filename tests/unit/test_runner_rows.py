@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -129,3 +130,21 @@ def test_model_length_is_limited_by_the_bundle() -> None:
     assert module._max_model_len(made, 100) == 100
     with pytest.raises(UsageError, match="--max-model-len is 513; the model allows at most 512"):
         module._max_model_len(made, 513)
+
+
+def test_waiting_thread_gives_way_to_the_workers() -> None:
+    """In the kernel's batch class while it waits, and back in its own whatever happens."""
+    devices = DeviceSet(DeviceConfig(driver="local-task"), 1)
+    with devices.given_way():
+        assert os.sched_getscheduler(0) == os.SCHED_BATCH
+    with pytest.raises(KeyError), devices.given_way():
+        raise KeyError
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    devices.close()
+
+
+def test_local_sync_has_no_workers_to_give_way_to() -> None:
+    devices = DeviceSet(DeviceConfig(driver="local-sync"), 1)
+    with devices.given_way():
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    devices.close()
