@@ -236,6 +236,16 @@ def test_a_stalled_engine_is_unhealthy(server: FakeServer) -> None:
     assert server.get("/health").status_code == 200
 
 
+def test_a_dead_engine_is_unhealthy_before_anybody_has_noticed(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F02: /health said ok for as long as the watcher had not looked, while requests got 503."""
+    monkeypatch.setattr(server.engine, "_failure", "the engine failed")
+    response = server.get("/health")
+    assert response.status_code == 503
+    assert response.json()["status"] == "dead"
+
+
 def test_a_full_queue_is_a_503_and_leaves_nothing_behind() -> None:
     """One call whose last choice finds the queue full takes its other choices back."""
     settings = EngineSettings(max_num_seqs=1, max_num_queued_requests=2)

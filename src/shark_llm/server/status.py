@@ -99,6 +99,9 @@ async def abort(context: Context, request: Request) -> Response:
 def _status(state: ServerState) -> Status:
     if state.phase != "ready":
         return state.phase
+    # Asked now, not remembered: between its death and the watcher's next look nobody is told "ok".
+    if state.served is None or not (state.served.engine.healthy and state.served.engine.alive):
+        return "dead"
     return "stalled" if state.stalled else "ok"
 
 
