@@ -10,7 +10,7 @@ from typing import Literal
 
 from shark_llm.artifacts.cpu import host_cpu_features
 from shark_llm.errors import UnsupportedTargetError
-from shark_llm.export.linear import LinearForm
+from shark_llm.export.packed import LinearForm
 from shark_llm.model.llama import AttentionForm
 
 Driver = Literal["local-task", "hip", "cuda"]

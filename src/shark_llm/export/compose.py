@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Placement
 from shark_llm.export.fragments import DTYPES, FragmentTracer, RankFragments
-from shark_llm.export.linear import LinearForm, LinearLibrary
+from shark_llm.export.linear import LinearLibrary
+from shark_llm.export.packed import LinearForm
 from shark_llm.export.pages import PageReaders
 from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
 from shark_llm.export.trace import Fragment, FragmentLibrary, TensorType

@@ -19,41 +19,8 @@ Legend: M rows of activations, K columns, N rows of a weight, I columns of the M
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-
-@dataclass(frozen=True, kw_only=True)
-class LinearForm:
-    """How products with weights are written. Tiles are read by the packed form only."""
-
-    form: Literal["packed", "plain"]
-    tile_n: int = 16
-    max_tile_m: int = 8
-    prefill_tile_m: int = 6
-    """6 x 16 f32 sums fill 12 of the 16 registers of AVX2; the rest hold operands."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tiles:
-    """M in tiles: how many rows and tiles there are (`?` or a number)."""
-
-    rows: str
-    tiles: str
-    tile: int
-    exact: bool
-    """The rows are known to fill the tiles."""
-
-    @property
-    def size_rows(self) -> str:
-        return "%rows" if self.rows == "?" else ""
-
-    @property
-    def size_tiles(self) -> str:
-        return "%tiles_m" if self.tiles == "?" else ""
-
-    @property
-    def is_one_row(self) -> bool:
-        return self.rows == "1" and self.tile == 1
+from shark_llm.export.packed import LinearForm, PackedProducts
 
 
 @dataclass
@@ -63,6 +30,11 @@ class LinearLibrary:
     form: LinearForm
     dtype: str
     functions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> PackedProducts:
+        """Writes the products in tiles."""
+        return PackedProducts(form=self.form, dtype=self.dtype)
 
     def function(self, m: int | None, k: int, n: int, *, bias: bool) -> str:
         """The symbol of a product with `m` rows (None: dynamic), written on first use.
@@ -74,8 +46,8 @@ class LinearLibrary:
             lines = self._product(m, k, n, "%x", "%w", "%y")
             if bias:
                 lines += self._add_bias(m, n, "%y", "%bias", "%sum")
-            arguments = [f"%w: {self._type(n, k)}"]
-            arguments += [f"%bias: {self._type(n)}"] if bias else []
+            arguments = [f"%w: {self.packed.tensor(n, k)}"]
+            arguments += [f"%bias: {self.packed.tensor(n)}"] if bias else []
             self._write(name, m, k, n, arguments, lines, "%sum" if bias else "%y")
         return name
 
@@ -93,10 +65,10 @@ class LinearLibrary:
         if name in self.functions:
             return name
         arguments = [
-            f"%wg: {self._type(i, h)}",
-            f"%wu: {self._type(i, h)}",
-            f"%wd: {self._type(h, i)}",
-            *(f"%{b}: {self._type(h if b == 'bd' else i)}" for b in biases),
+            f"%wg: {self.packed.tensor(i, h)}",
+            f"%wu: {self.packed.tensor(i, h)}",
+            f"%wd: {self.packed.tensor(h, i)}",
+            *(f"%{b}: {self.packed.tensor(h if b == 'bd' else i)}" for b in biases),
         ]
         if self.form.form == "packed" and i % self.form.tile_n == 0:
             lines = self._packed_mlp(m, h, i, gate_bias=gate_bias, up_bias=up_bias)
@@ -110,7 +82,7 @@ class LinearLibrary:
                     else []
                 )
             g, u = (f"%{key}_all" if present[key] else f"%{key}_sum" for key in ("g", "u"))
-            tiles = self._tiles(m)
+            tiles = self.packed.tiles(m)
             lines += self._gate(f"tensor<{tiles.rows}x{i}xf32>", tiles.size_rows, 2, g, u, "%m")
             lines += self._product(m, i, h, "%m", "%wd", "%y")
         if down_bias:
@@ -128,7 +100,7 @@ class LinearLibrary:
         lines: list[str],
         result: str,
     ) -> None:
-        tiles = self._tiles(m)
+        tiles = self.packed.tiles(m)
         x, y = f"tensor<{tiles.rows}x{k}xf32>", f"tensor<{tiles.rows}x{n}xf32>"
         prologue = [
             "%c0 = arith.constant 0 : index",
@@ -148,25 +120,16 @@ class LinearLibrary:
             ]
         )
 
-    def _type(self, *dims: int) -> str:
-        return f"tensor<{''.join(f'{d}x' for d in dims)}{self.dtype}>"
-
-    def _tiles(self, m: int | None) -> _Tiles:
-        if m is None:
-            return _Tiles(rows="?", tiles="?", tile=self.form.prefill_tile_m, exact=False)
-        tile = _tile_of(m, self.form.max_tile_m)
-        return _Tiles(rows=str(m), tiles=str(-(-m // tile)), tile=tile, exact=m % tile == 0)
-
     def _product(self, m: int | None, k: int, n: int, x: str, w: str, y: str) -> list[str]:
         if self.form.form == "plain":
             return self._plain_product(m, k, n, x, w, y)
-        tiles = self._tiles(m)
+        tiles = self.packed.tiles(m)
         stem = y.removeprefix("%")
         return [
-            *self._pack_rows(tiles, k, x, f"%{stem}_x"),
-            *self._pack_weight(k, n, w, f"%{stem}_w"),
-            *self._mmt4d(tiles, k, n, f"%{stem}_x", f"%{stem}_w", f"%{stem}_packed"),
-            *self._unpack(tiles, n, f"%{stem}_packed", y),
+            *self.packed.pack_rows(tiles, k, x, f"%{stem}_x"),
+            *self.packed.pack_weight(k, n, w, f"%{stem}_w"),
+            *self.packed.product(tiles, k, n, f"%{stem}_x", f"%{stem}_w", f"%{stem}_packed"),
+            *self.packed.unpack(tiles, n, f"%{stem}_packed", y),
         ]
 
     def _packed_mlp(
@@ -178,20 +141,20 @@ class LinearLibrary:
         Two products, not one of joined weights: the compiler shares a packed weight among entry
         points, but not a joined one.
         """
-        tiles, tile_n = self._tiles(m), self.form.tile_n
-        half = self._packed_type(tiles, i)
-        lines = self._pack_rows(tiles, h, "%x", "%x_packed")
+        tiles, tile_n = self.packed.tiles(m), self.form.tile_n
+        half = self.packed.packed_type(tiles, i)
+        lines = self.packed.pack_rows(tiles, h, "%x", "%x_packed")
         for key in ("g", "u"):
-            lines += self._pack_weight(h, i, f"%w{key}", f"%w{key}_packed")
-            lines += self._mmt4d(tiles, h, i, "%x_packed", f"%w{key}_packed", f"%{key}")
+            lines += self.packed.pack_weight(h, i, f"%w{key}", f"%w{key}_packed")
+            lines += self.packed.product(tiles, h, i, "%x_packed", f"%w{key}_packed", f"%{key}")
         operands = {}
         for key, has_bias in (("g", gate_bias), ("u", up_bias)):
             operands[key] = f"%{key}_all" if has_bias else f"%{key}"
             if has_bias:
-                by_tile = self._type(i // tile_n, tile_n)
+                by_tile = self.packed.tensor(i // tile_n, tile_n)
                 lines += [
                     f"%b{key}_tiles = tensor.expand_shape %b{key} [[0, 1]] output_shape "
-                    f"[{i // tile_n}, {tile_n}] : {self._type(i)} into {by_tile}",
+                    f"[{i // tile_n}, {tile_n}] : {self.packed.tensor(i)} into {by_tile}",
                     *self._sum(
                         half,
                         tiles.size_tiles,
@@ -204,96 +167,14 @@ class LinearLibrary:
         lines += self._gate(half, tiles.size_tiles, 4, operands["g"], operands["u"], "%m")
         return [
             *lines,
-            *self._columns_to_rows(tiles, i, "%m", "%m_packed"),
-            *self._pack_weight(i, h, "%wd", "%wd_packed"),
-            *self._mmt4d(tiles, i, h, "%m_packed", "%wd_packed", "%y_packed"),
-            *self._unpack(tiles, h, "%y_packed", "%y"),
-        ]
-
-    def _rows_type(self, tiles: _Tiles, k: int) -> str:
-        return f"tensor<{tiles.tiles}x{k}x{tiles.tile}x1xf32>"
-
-    def _packed_type(self, tiles: _Tiles, n: int) -> str:
-        tile_n = self.form.tile_n
-        return f"tensor<{tiles.tiles}x{-(-n // tile_n)}x{tiles.tile}x{tile_n}xf32>"
-
-    def _pack_rows(self, tiles: _Tiles, k: int, x: str, result: str) -> list[str]:
-        """(M, K) -> (M/tile, K, tile, 1)."""
-        plain, packed = f"tensor<{tiles.rows}x{k}xf32>", self._rows_type(tiles, k)
-        if tiles.is_one_row:
-            return [
-                f"{result} = tensor.expand_shape {x} [[0], [1, 2, 3]] output_shape [1, {k}, 1, 1] "
-                f": {plain} into {packed}"
-            ]
-        pad = "" if tiles.exact else " padding_value(%zero : f32)"
-        return [
-            f"{result}_empty = tensor.empty({tiles.size_tiles}) : {packed}",
-            f"{result} = linalg.pack {x}{pad} inner_dims_pos = [0, 1] "
-            f"inner_tiles = [{tiles.tile}, 1] into {result}_empty : {plain} -> {packed}",
-        ]
-
-    def _pack_weight(self, k: int, n: int, w: str, result: str) -> list[str]:
-        """(N, K) -> (N/tile, K, tile, 1)."""
-        tile_n = self.form.tile_n
-        plain, packed = self._type(n, k), self._type(-(-n // tile_n), k, tile_n, 1)
-        pad = "" if n % tile_n == 0 else f" padding_value(%zero_w : {self.dtype})"
-        return [
-            f"{result}_empty = tensor.empty() : {packed}",
-            f"{result} = linalg.pack {w}{pad} inner_dims_pos = [0, 1] "
-            f"inner_tiles = [{tile_n}, 1] into {result}_empty : {plain} -> {packed}",
-        ]
-
-    def _mmt4d(self, tiles: _Tiles, k: int, n: int, x: str, w: str, result: str) -> list[str]:
-        tile_n = self.form.tile_n
-        xp, wp = self._rows_type(tiles, k), self._type(-(-n // tile_n), k, tile_n, 1)
-        yp = self._packed_type(tiles, n)
-        return [
-            f"{result}_empty = tensor.empty({tiles.size_tiles}) : {yp}",
-            f"{result}_zero = linalg.fill ins(%zero : f32) outs({result}_empty : {yp}) -> {yp}",
-            f"{result} = linalg.mmt4d ins({x}, {w} : {xp}, {wp}) "
-            f"outs({result}_zero : {yp}) -> {yp}",
-        ]
-
-    def _unpack(self, tiles: _Tiles, n: int, packed: str, result: str) -> list[str]:
-        """(M/tile, N/tile_n, tile, tile_n) -> (M, N)."""
-        tile_n = self.form.tile_n
-        yp, y = self._packed_type(tiles, n), f"tensor<{tiles.rows}x{n}xf32>"
-        if tiles.is_one_row and n % tile_n == 0:
-            return [f"{result} = tensor.collapse_shape {packed} [[0], [1, 2, 3]] : {yp} into {y}"]
-        return [
-            f"{result}_rows = tensor.empty({tiles.size_rows}) : {y}",
-            f"{result} = linalg.unpack {packed} inner_dims_pos = [0, 1] "
-            f"inner_tiles = [{tiles.tile}, {tile_n}] into {result}_rows : {yp} -> {y}",
-        ]
-
-    def _columns_to_rows(self, tiles: _Tiles, n: int, packed: str, result: str) -> list[str]:
-        """A product's result as the next one's operand: (M/tile, N/tile_n, tile, tile_n) ->
-        (M/tile, N, tile, 1)."""
-        tile_n, tile = self.form.tile_n, tiles.tile
-        before, after = self._packed_type(tiles, n), self._rows_type(tiles, n)
-        count = tiles.size_tiles or tiles.tiles
-        turned = f"tensor<{tiles.tiles}x{n // tile_n}x{tile_n}x{tile}xf32>"
-        flat = f"tensor<{tiles.tiles}x{n}x{tile}xf32>"
-        if tile == 1:
-            flat = f"tensor<{tiles.tiles}x{n}xf32>"
-            return [
-                f"{result}_flat = tensor.collapse_shape {packed} [[0], [1, 2, 3]] : "
-                f"{before} into {flat}",
-                f"{result} = tensor.expand_shape {result}_flat [[0], [1, 2, 3]] output_shape "
-                f"[{count}, {n}, 1, 1] : {flat} into {after}",
-            ]
-        return [
-            f"{result}_empty = tensor.empty({tiles.size_tiles}) : {turned}",
-            f"{result}_turned = linalg.transpose ins({packed} : {before}) "
-            f"outs({result}_empty : {turned}) permutation = [0, 1, 3, 2]",
-            f"{result}_flat = tensor.collapse_shape {result}_turned [[0], [1, 2], [3]] : "
-            f"{turned} into {flat}",
-            f"{result} = tensor.expand_shape {result}_flat [[0], [1], [2, 3]] output_shape "
-            f"[{count}, {n}, {tile}, 1] : {flat} into {after}",
+            *self.packed.columns_to_rows(tiles, i, "%m", "%m_packed"),
+            *self.packed.pack_weight(i, h, "%wd", "%wd_packed"),
+            *self.packed.product(tiles, i, h, "%m_packed", "%wd_packed", "%y_packed"),
+            *self.packed.unpack(tiles, h, "%y_packed", "%y"),
         ]
 
     def _plain_product(self, m: int | None, k: int, n: int, x: str, w: str, y: str) -> list[str]:
-        tiles = self._tiles(m)
+        tiles = self.packed.tiles(m)
         result = f"tensor<{tiles.rows}x{n}xf32>"
         lines = [
             f"{y}_empty = tensor.empty({tiles.size_rows}) : {result}",
@@ -313,7 +194,7 @@ class LinearLibrary:
                 f"  linalg.yield %t : {self.dtype}",
                 f"}} -> {narrow}",
             ]
-        x_type, w_type = f"tensor<{tiles.rows}x{k}x{self.dtype}>", self._type(n, k)
+        x_type, w_type = f"tensor<{tiles.rows}x{k}x{self.dtype}>", self.packed.tensor(n, k)
         return [
             *lines,
             f"{y} = linalg.matmul indexing_maps = [affine_map<(m, n, k) -> (m, k)>, "
@@ -340,11 +221,11 @@ class LinearLibrary:
         ]
 
     def _add_bias(self, m: int | None, n: int, y: str, bias: str, result: str) -> list[str]:
-        tiles = self._tiles(m)
+        tiles = self.packed.tiles(m)
         tensor = f"tensor<{tiles.rows}x{n}xf32>"
         names = (y, bias, result)
         map_of_bias = "affine_map<(a, b) -> (b)>"
-        return self._sum(tensor, tiles.size_rows, map_of_bias, self._type(n), 2, names)
+        return self._sum(tensor, tiles.size_rows, map_of_bias, self.packed.tensor(n), 2, names)
 
     def _sum(
         self,
@@ -390,11 +271,3 @@ def _parallel(rank: int) -> str:
 
 def _rows_name(m: int | None) -> str:
     return "dyn" if m is None else str(m)
-
-
-def _tile_of(m: int, limit: int) -> int:
-    """The smallest power of two that holds m rows, at most `limit`."""
-    tile = 1
-    while tile < m and tile < limit:
-        tile *= 2
-    return tile
