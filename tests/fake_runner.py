@@ -3,7 +3,7 @@
 The next token is a function of the whole token history, and the history is read back from the
 runner's own paged store by the page ids of the row: a wrong page, a wrong start or a page that was
 overwritten gives other tokens than the request alone would give. Everything that the protocol in
-`shark_llm.runtime.runner` demands of the caller is asserted.
+`shark_llm.runtime.runner` demands of the caller is asserted. `num_reads` counts reads of logits.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shark_llm.runtime.runner import Phase, Row
+from shark_llm.runtime.runner import Phase, Row, StepOutput
 
 POISON = -1
 """What a page holds before anything is written to it."""
 SCRATCH = -2
 """What page 0 holds: unused batch rows write there."""
+
+
+def best_tokens(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """The argmax of each row; V where it is not finite, which a NaN anywhere makes it."""
+    best = logits.argmax(axis=1)
+    finite = np.isfinite(logits[np.arange(len(best)), best])
+    return np.where(finite, best, logits.shape[1])
 
 
 class FakeRunner:
@@ -61,6 +68,7 @@ class FakeRunner:
         self.record = record
         self.calls: list[tuple[Phase, tuple[Row, ...]]] = []
         self.num_calls = 0
+        self.num_reads = 0
         self.closed = False
         self._busy = False
         self._store = np.full((num_pages, page_size), POISON, np.int64)
@@ -71,14 +79,26 @@ class FakeRunner:
             (max(prefill_batch_sizes + decode_batch_sizes), vocab_size), np.float32
         )
 
-    def forward(self, phase: Phase, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
-        assert not self.closed, "forward after close"
+    def run(self, phase: Phase, rows: Sequence[Row]) -> StepOutput:
+        assert not self.closed, "run after close"
         assert not self._busy, "two callers at once"
         self._busy = True
         try:
-            return self._forward(phase, rows)
+            logits = self._forward(phase, rows)
         finally:
             self._busy = False
+        return self.output(logits)
+
+    def output(self, logits: npt.NDArray[np.float32]) -> StepOutput:
+        """What a device returns that computed these logits. Later steps overwrite them."""
+        step = self.num_calls
+
+        def read() -> npt.NDArray[np.float32]:
+            assert self.num_calls == step, "the logits of an earlier step"
+            self.num_reads += 1
+            return logits
+
+        return StepOutput(best_tokens=best_tokens(logits), read_logits=read)
 
     def close(self) -> None:
         self.closed = True

@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
+from fake_runner import best_tokens
 from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.golden import read_parameters
 from shark_llm.model.eager import EagerModel, EagerSettings
 from shark_llm.model.llama import AttentionForm
 from shark_llm.runtime.module import pack_rows
-from shark_llm.runtime.runner import ModelRunner, Phase, Row
+from shark_llm.runtime.runner import ModelRunner, Phase, Row, StepOutput
 from shark_llm.sharding.apply import TORCH_DTYPES
 from shark_llm.sharding.plan import plan_parameters
 from tiny import tiny_config, tiny_weights, write_tiny
@@ -139,6 +140,10 @@ class EagerRunner:
         logits = self.model.forward(phase, *(torch.from_numpy(array) for array in inputs))
         return logits.numpy()[: len(rows)]
 
+    def run(self, phase: Phase, rows: Sequence[Row]) -> StepOutput:
+        logits = self.forward(phase, rows)
+        return StepOutput(best_tokens=best_tokens(logits), read_logits=lambda: logits)
+
     def fill(self, value: float) -> None:
         """Overwrite the whole pool."""
         for caches in self.model.caches:
@@ -167,6 +172,14 @@ class Sequencer:
         )
 
 
+def logits_of(runner: ModelRunner, phase: Phase, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
+    """One step: the logits, by which the runner's own choice must go."""
+    output = runner.run(phase, rows)
+    logits = output.read_logits()
+    np.testing.assert_array_equal(output.best_tokens, best_tokens(logits))
+    return logits
+
+
 def walk(
     runner: ModelRunner, tokens: Sequence[int], prompt: int, *, chunk: int | None = None
 ) -> npt.NDArray[np.float32]:
@@ -181,12 +194,12 @@ def walk(
     for start in range(0, prompt, step):
         stop = min(start + step, prompt)
         phase: Phase = "decode" if stop - start == 1 else "prefill"
-        logits = runner.forward(phase, [sequence.row(start, stop)])[0]
+        logits = logits_of(runner, phase, [sequence.row(start, stop)])[0]
     assert logits is not None
     found = [logits.copy()]
     for position in range(prompt, len(tokens)):
         row = sequence.row(position, position + 1)
-        found.append(runner.forward("decode", [row])[0].copy())
+        found.append(logits_of(runner, "decode", [row])[0].copy())
     return np.stack(found)
 
 
@@ -203,7 +216,7 @@ def generate(
     ):
         if chosen:
             whole = [rows[i].row(0, len(rows[i].tokens)) for i in chosen]
-            for i, of_row in zip(chosen, runner.forward(phase, whole), strict=True):  # type: ignore[arg-type]
+            for i, of_row in zip(chosen, logits_of(runner, phase, whole), strict=True):  # type: ignore[arg-type]
                 logits[i] = of_row.copy()
     generated: list[list[int]] = [[] for _ in rows]
     for step in range(count):
@@ -213,7 +226,7 @@ def generate(
             row.tokens.append(out[-1])
         if step + 1 < count:
             last = [row.row(len(row.tokens) - 1, len(row.tokens)) for row in rows]
-            logits = [of_row.copy() for of_row in runner.forward("decode", last)]
+            logits = [of_row.copy() for of_row in logits_of(runner, "decode", last)]
     return generated
 
 

@@ -1,4 +1,4 @@
-"""This project's side: the bundle behind `ModelRunner.forward`, as the engine drives it.
+"""This project's side: the bundle behind `IreeRunner.forward`, as the engine drives it.
 
 Packing the rows, the upload, the module, and the download of the logits are in the timed step;
 choosing the next token is not.

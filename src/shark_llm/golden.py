@@ -127,7 +127,8 @@ def check_golden(
                 f"golden check, {step.what}: the model itself overflows in {manifest.dtype}; "
                 "build it with --dtype bf16 or f32"
             )
-        found = runner.forward(step.phase, step.rows)
+        output = runner.run(step.phase, step.rows)
+        found = output.read_logits()
         tolerance = share * max(1.0, float(np.abs(wanted).max()))
         error = float(np.abs(found - wanted).max())
         if not error <= tolerance:  # also when the module gives NaN
@@ -135,6 +136,13 @@ def check_golden(
                 f"golden check, {step.what} of {len(step.rows)} rows: logits differ by {error:.3g} "
                 f"from the eager model, at most {tolerance:.3g} are allowed: the module computes "
                 "something else than the model and must not be served; report it as a compiler bug"
+            )
+        if (output.best_tokens != found.argmax(axis=1)).any():
+            raise VerificationError(
+                f"golden check, {step.what} of {len(step.rows)} rows: the best tokens "
+                f"{output.best_tokens.tolist()} are not those of the logits, "
+                f"{found.argmax(axis=1).tolist()}: the module must not be served; report it as a "
+                "compiler bug"
             )
         worst, allowed = max(worst, error), max(allowed, tolerance)
         if step.phase == "prefill":

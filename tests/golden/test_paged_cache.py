@@ -17,6 +17,7 @@ from ladder import (
     Sequencer,
     assert_close,
     generate,
+    logits_of,
     token_ids,
     walk,
 )
@@ -39,9 +40,9 @@ def test_rows_together_equal_rows_alone(judged: Judged, form: AttentionForm) -> 
         for i, n in enumerate((100, 17, 1, 32))
     ]
     wanted = [judge.logits(row.tokens)[-2:] for row in rows]
-    prefill = runner.forward("prefill", [row.row(0, len(row.tokens) - 1) for row in rows]).copy()
-    decode = runner.forward(
-        "decode", [row.row(len(row.tokens) - 1, len(row.tokens)) for row in rows]
+    prefill = logits_of(runner, "prefill", [row.row(0, len(row.tokens) - 1) for row in rows]).copy()
+    decode = logits_of(
+        runner, "decode", [row.row(len(row.tokens) - 1, len(row.tokens)) for row in rows]
     )
     for i, of_row in enumerate(wanted):
         tolerance = F32 * float(np.abs(of_row).max())
@@ -121,13 +122,13 @@ def test_same_prompt_four_times_twice(judged: Judged) -> None:
     wanted = judge.logits(prompt)[-1]
     tolerance = F32 * float(np.abs(wanted).max())
     sequences = [Sequencer(prompt, first_page=1 + 3 * i) for i in range(4)]
-    first = runner.forward("prefill", [s.row(0, 40) for s in sequences]).copy()
+    first = logits_of(runner, "prefill", [s.row(0, 40) for s in sequences]).copy()
     again = []
     for i, sequence in enumerate(sequences):
         whole = sequence.row(32, 40)
         pages = [*whole.pages[:2], 20 + i]  # the tail goes to a page of its own
         again.append(Row(tokens=whole.tokens, start=32, pages=pages))
-    second = runner.forward("prefill", again)
+    second = logits_of(runner, "prefill", again)
     for i, found in enumerate([*first, *second]):
         assert_close(found, wanted, tolerance, f"text {i}")
 
@@ -138,12 +139,12 @@ def test_two_rows_share_a_prefix(judged: Judged) -> None:
     directory, judge = judged("gqa", "f32")
     runner = EagerRunner(directory)
     prefix, tails = token_ids(32, seed=3), [token_ids(9, seed=4), token_ids(1, seed=5)]
-    runner.forward("prefill", [Row(tokens=prefix, start=0, pages=[1, 2])])
+    runner.run("prefill", [Row(tokens=prefix, start=0, pages=[1, 2])])
     before = [cache[1:3].clone() for cache in runner.model.caches[0]]
     prefill = Row(tokens=tails[0], start=32, pages=[1, 2, 3])
     decode = Row(tokens=tails[1], start=32, pages=[1, 2, 4])
-    found = [runner.forward("prefill", [prefill])[0].copy()]
-    found.append(runner.forward("decode", [decode])[0].copy())
+    found = [logits_of(runner, "prefill", [prefill])[0].copy()]
+    found.append(logits_of(runner, "decode", [decode])[0].copy())
     for tail, logits in zip(tails, found, strict=True):
         wanted = judge.logits([*prefix, *tail])[-1]
         assert_close(logits, wanted, F32 * float(np.abs(wanted).max()), f"tail of {len(tail)}")
@@ -156,8 +157,8 @@ def test_whole_prompt_cached_runs_its_last_token_again(judged: Judged) -> None:
     directory, judge = judged("gqa", "f32")
     runner = EagerRunner(directory)
     prompt = token_ids(32, seed=6)
-    runner.forward("prefill", [Row(tokens=prompt, start=0, pages=[1, 2])])
-    found = runner.forward("decode", [Row(tokens=prompt[31:], start=31, pages=[1, 2])])[0]
+    runner.run("prefill", [Row(tokens=prompt, start=0, pages=[1, 2])])
+    found = logits_of(runner, "decode", [Row(tokens=prompt[31:], start=31, pages=[1, 2])])[0]
     wanted = judge.logits(prompt)[-1]
     assert_close(found, wanted, F32 * float(np.abs(wanted).max()), "token 31 again")
 
@@ -179,5 +180,5 @@ def test_scattered_pages_equal_contiguous_ones(judged: Judged) -> None:
     runner = EagerRunner(directory)
     tokens = token_ids(50, seed=2)
     wanted = judge.logits(tokens)[-1]
-    found = runner.forward("prefill", [Row(tokens=tokens, start=0, pages=[40, 3, 63, 9])])[0]
+    found = logits_of(runner, "prefill", [Row(tokens=tokens, start=0, pages=[40, 3, 63, 9])])[0]
     assert_close(found, wanted, F32 * float(np.abs(wanted).max()), "scattered pages")

@@ -20,6 +20,7 @@ from ladder import (
     assert_close,
     assert_same_choices,
     generate,
+    logits_of,
     token_ids,
     walk,
 )
@@ -107,9 +108,9 @@ def test_same_prompt_four_times_twice(
     wanted = compiled(name).judge.logits(prompt)[-1]
     tolerance = SHARES[name] * float(np.abs(wanted).max())
     sequences = [Sequencer(prompt, first_page=1 + 3 * i) for i in range(4)]
-    first = runner.forward("prefill", [s.row(0, 40) for s in sequences]).copy()
+    first = logits_of(runner, "prefill", [s.row(0, 40) for s in sequences]).copy()
     again = [Row(tokens=prompt[32:], start=32, pages=[1, 2, 20 + i]) for i in range(4)]
-    second = runner.forward("prefill", again)
+    second = logits_of(runner, "prefill", again)
     for i, found in enumerate([*first, *second]):
         assert_close(found, wanted, tolerance, f"text {i}")
 
@@ -119,7 +120,7 @@ def test_two_rows_share_a_prefix(runner: IreeRunner, name: str, compiled: Compil
     """E02: two rows of one batch read the same two pages, in prefill and in decode."""
     prefix = token_ids(32, runner.vocab_size, seed=3)
     tails = [token_ids(9, runner.vocab_size, seed=seed) for seed in (4, 5)]
-    runner.forward("prefill", [Row(tokens=prefix, start=0, pages=[1, 2])])
+    runner.run("prefill", [Row(tokens=prefix, start=0, pages=[1, 2])])
     for phase, stop in (("prefill", 8), ("decode", 9)):
         rows = [
             Row(
@@ -129,7 +130,7 @@ def test_two_rows_share_a_prefix(runner: IreeRunner, name: str, compiled: Compil
             )
             for i, tail in enumerate(tails)
         ]
-        found = runner.forward(phase, rows)
+        found = logits_of(runner, phase, rows)
         for tail, logits in zip(tails, found, strict=True):
             wanted = compiled(name).judge.logits([*prefix, *tail[:stop]])[-1]
             tolerance = SHARES[name] * float(np.abs(wanted).max())
@@ -149,6 +150,22 @@ def test_what_was_in_the_pool_changes_no_bit(runner: IreeRunner, name: str, valu
     np.testing.assert_array_equal(walk(runner, tokens, 30), after_nan)
 
 
+@on(*SHARES)
+def test_rows_of_nan_have_no_best_token(runner: IreeRunner, name: str) -> None:
+    """C06: a row that reads pages which nobody wrote says so, beside one that is sound."""
+    sound, first = token_ids(17, runner.vocab_size), [Row(tokens=[5], start=0, pages=[9])]
+    runner.run("prefill", [Row(tokens=sound[:16], start=0, pages=[1])])
+    rows = [
+        Row(tokens=sound[16:], start=16, pages=[1, 2]),
+        Row(tokens=[5], start=16, pages=[3, 4]),
+    ]
+    logits_of(runner, "decode", first)
+    logits = logits_of(runner, "decode", rows)
+    output = runner.run("decode", rows)
+    assert np.isfinite(logits[0]).all()
+    assert output.best_tokens.tolist() == [logits[0].argmax(), runner.vocab_size]
+
+
 @on("t0", "tp2", "tp3")
 def test_runs_are_equal_to_the_bit(runner: IreeRunner, name: str, compiled: CompiledModel) -> None:
     """B13: the same steps again, and on a device of one thread, give the same bits."""
@@ -163,7 +180,7 @@ def test_runs_are_equal_to_the_bit(runner: IreeRunner, name: str, compiled: Comp
 def test_closing_twice_and_late_is_safe(compiled: CompiledModel) -> None:
     """Logits outlive the runner; closing again does nothing."""
     with running(compiled("t0").bundle) as runner:
-        logits = runner.forward("decode", [Row(tokens=[5], start=0, pages=[1])])
+        logits = logits_of(runner, "decode", [Row(tokens=[5], start=0, pages=[1])])
     runner.close()
     gc.collect()
     assert np.isfinite(logits).all()

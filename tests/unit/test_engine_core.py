@@ -36,6 +36,22 @@ def test_same_prompt_again_and_again() -> None:
     assert [answer.finish.cached_tokens for answer in answers] == [0, 32, 32, 32]
 
 
+def test_logits_of_greedy_requests_stay_on_the_device() -> None:
+    """Only steps with a row that asks for more than the best token read any."""
+    driver = Driver(make_runner())
+    expected = driver.ask(numbers(0, 40)).tokens
+    assert driver.runner.num_reads == 0
+    asked = driver.ask(numbers(0, 40), logprobs=0, max_tokens=3)
+    assert asked.tokens == expected[:3]
+    assert driver.runner.num_reads == 3
+    greedy = driver.add(numbers(100, 20), max_tokens=5)
+    drawn = driver.add(numbers(200, 20), max_tokens=2, temperature=1.0, seed=1)
+    driver.run()
+    assert greedy.tokens == alone(driver.runner, numbers(100, 20), max_tokens=5).tokens
+    assert len(drawn.tokens) == 2
+    assert driver.runner.num_reads == 3 + 2
+
+
 def test_hit_and_miss_in_one_batch() -> None:
     """E02"""
     driver = Driver(make_runner())

@@ -6,6 +6,7 @@ The module's place is taken by a second eager model, which can be made wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from shark_llm.errors import VerificationError
 from shark_llm.export.signatures import ExportSettings, entry_points
 from shark_llm.golden import check_golden, golden_pages, golden_steps
 from shark_llm.runtime.module import IreeRunner
-from shark_llm.runtime.runner import Phase, Row
+from shark_llm.runtime.runner import Phase, Row, StepOutput
 from shark_llm.sharding.plan import plan_parameters
 
 
@@ -109,6 +110,18 @@ def test_one_wrong_logit_in_any_step_is_found(t0: Path, call: int) -> None:
 
     with pytest.raises(VerificationError, match=r"logits differ by 0\.05"):
         check(Module(t0, change), t0, manifest())
+
+
+def test_module_that_chooses_another_token_fails(t0: Path) -> None:
+    """Greedy tokens come from the device: right logits are not enough."""
+
+    class Wrong(Module):
+        def run(self, phase: Phase, rows: Sequence[Row]) -> StepOutput:
+            output = super().run(phase, rows)
+            return replace(output, best_tokens=(output.best_tokens + 1) % self.vocab_size)
+
+    with pytest.raises(VerificationError, match="best tokens"):
+        check(Wrong(t0), t0, manifest())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -11,7 +11,6 @@ import pytest
 from shark_llm.engine.request import SamplingParams
 from shark_llm.engine.sampling import (
     SamplerState,
-    best_tokens,
     sample,
     token_logprobs,
     uniform,
@@ -216,17 +215,33 @@ def test_ignore_eos() -> None:
     assert make_state(eos=(1, 4)).stop_ids == {1, 4}
 
 
-def test_rows_that_cannot_be_sampled_are_told_apart() -> None:
-    logits = np.zeros((5, V), np.float32)
-    logits[0, 7] = 1
-    logits[1, 63] = np.nan
-    logits[2, 5] = np.inf
-    logits[3] = -np.inf
-    logits[4, 0] = -np.inf
-    best, finite = best_tokens(logits)
-    assert finite.tolist() == [True, False, False, False, True]
-    assert best[0] == 7
-    assert best[4] == 1
+@pytest.mark.parametrize(
+    ("params", "takes_best"),
+    [
+        ({"temperature": 0.0}, True),
+        ({"temperature": 1.0}, False),
+        ({"temperature": 1.0, "top_k": 1}, True),
+        ({"temperature": 0.0, "logprobs": 0}, False),
+        ({"temperature": 0.0, "presence_penalty": 0.5}, False),
+        ({"temperature": 0.0, "logit_bias": {3: 1.0}}, False),
+        ({"temperature": 0.0, "min_tokens": 1}, False),
+    ],
+)
+def test_logits_are_asked_for_where_the_best_token_is_not_enough(
+    params: dict[str, Any], takes_best: bool
+) -> None:
+    state = make_state(**params)
+    assert state.takes_best == takes_best
+    if takes_best:
+        drawn = sample(None, 7, state)
+        assert drawn is not None
+        assert drawn.token_id == 7
+
+
+def test_min_tokens_ask_for_logits_only_so_long() -> None:
+    state = make_state(temperature=0.0, min_tokens=1)
+    state.accept(4)
+    assert state.takes_best
 
 
 def test_logprobs_are_of_the_model_not_of_the_sampler() -> None:

@@ -23,7 +23,10 @@ def test_entry_points_in_order_with_their_shapes() -> None:
             "seq_lens": ("i64", (n,)),
             "page_table": ("i64", (n, "table_pages")),
         }
-        assert [(r.name, r.dtype, r.shape) for r in entry.results] == [("logits", "f32", (n, 256))]
+        assert [(r.name, r.dtype, r.shape) for r in entry.results] == [
+            ("logits", "f32", (n, 256)),
+            ("best_tokens", "i64", (n,)),
+        ]
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, [3]), (2, [2, 1]), (3, [1, 1, 1]), (8, [1] * 8)])

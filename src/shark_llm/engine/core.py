@@ -1,6 +1,6 @@
 """The engine without its thread: take requests in, run one step, send events out.
 
-    add -> Scheduler.plan -> batching -> ModelRunner.forward -> sampling -> sink
+    add -> Scheduler.plan -> batching -> ModelRunner.run -> sampling -> sink
                 ^                                                  |
                 +------------- computed, finish <------------------+
 
@@ -30,7 +30,7 @@ from shark_llm.engine.request import (
     RequestTimings,
     TokenEvent,
 )
-from shark_llm.engine.sampling import F32, SamplerState, best_tokens, sample, token_logprobs
+from shark_llm.engine.sampling import F32, SamplerState, sample, token_logprobs
 from shark_llm.engine.scheduler import ScheduledRow, Scheduler
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.engine.state import RequestState
@@ -229,26 +229,27 @@ class EngineCore:
         self.flush()
         began = time.perf_counter()
         try:
-            logits = self.runner.forward(phase, rows)
+            output = self.runner.run(phase, rows)
+            # Greedy tokens are there already: the logits stay on the device.
+            logits = output.read_logits() if any(row.needs_logits for row in group) else None
         except Exception as error:
             self._forward_failed(group, error)
             return
         finally:
             self._forward_seconds += time.perf_counter() - began
         self._failures_in_a_row = 0
-        best, finite = best_tokens(logits)
         for i, row in enumerate(group):
-            state = row.state
-            if not finite[i]:
+            state, best = row.state, int(output.best_tokens[i])
+            if best == self.runner.vocab_size:
                 self._fail(state, "the model returned logits that are not finite", "invalid_logits")
                 continue
             self.scheduler.computed(row)
             if row.end == len(state.tokens):
-                self._draw(state, logits[i], int(best[i]))
-            elif state.is_scoring and row.end > state.last_wanted:
+                self._draw(state, None if logits is None else logits[i], best)
+            elif logits is not None and row.is_scored:
                 self._score(state, logits[i])
 
-    def _draw(self, state: RequestState, logits: F32, best: int) -> None:
+    def _draw(self, state: RequestState, logits: F32 | None, best: int) -> None:
         try:
             drawn = sample(logits, best, state.sampler)
         except Exception:  # a fault of our own, with this request's parameters: the others go on

@@ -86,6 +86,22 @@ class SamplerState:
                 np.fromiter(params.logit_bias.values(), np.float32),
             )
 
+    @property
+    def edits_logits(self) -> bool:
+        """The next token is not drawn from the logits as they are."""
+        return (
+            self.has_penalties
+            or self.bias is not None
+            or self.num_generated < self.params.min_tokens
+        )
+
+    @property
+    def takes_best(self) -> bool:
+        """The next token is the model's best, and nothing else is asked for."""
+        params = self.params
+        greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
+        return greedy and params.logprobs is None and not self.edits_logits
+
     def accept(self, token: int) -> None:
         """Tell that `token` was generated."""
         self.num_generated += 1
@@ -98,24 +114,19 @@ class Sample(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-def best_tokens(logits: F32) -> tuple[Ids, npt.NDArray[np.bool_]]:
-    """(B, V) -> the best token of each row (B,), and whether the row can be sampled at all (B,).
-
-    argmax stops at the first NaN, so that one look at the best value finds NaN anywhere in the row,
-    and +inf; a row of -inf alone is no distribution either.
-    """
-    best = logits.argmax(axis=1)
-    return best, np.isfinite(logits[np.arange(len(best)), best])
-
-
-def sample(logits: F32, best: int, state: SamplerState) -> Sample | None:
+def sample(logits: F32 | None, best: int, state: SamplerState) -> Sample | None:
     """Choose the next token of one row (V,), whose highest finite logit is at `best`.
+
+    `logits` may be None if `state.takes_best`.
 
     None: min_tokens and the stop tokens leave nothing to choose from.
     """
+    if state.takes_best:
+        return Sample(best, None)
+    assert logits is not None
     params = state.params
     edited = logits
-    if state.has_penalties or state.bias or state.num_generated < params.min_tokens:
+    if state.edits_logits:
         edited = _edit(logits, state)
         best = int(edited.argmax())
         if not np.isfinite(edited[best]):

@@ -47,6 +47,16 @@ class ScheduledRow:
         """The logits after this row give the next token."""
         return self.end == len(self.state.tokens)
 
+    @property
+    def is_scored(self) -> bool:
+        """The logits after this row say how likely a token of the prompt was."""
+        return not self.is_last and self.state.is_scoring and self.end > self.state.last_wanted
+
+    @property
+    def needs_logits(self) -> bool:
+        """More than the best token is asked of this row."""
+        return self.is_scored or (self.is_last and not self.state.sampler.takes_best)
+
 
 @dataclass(slots=True)
 class StepPlan:

@@ -373,7 +373,8 @@ class _Composer:
         for chunk in chunks:
             hidden = self._call_chunk(body, entry, chunk, hidden, context, views)
         logits = self._logits(body, entry, fragments, hidden, lengths)
-        results = [body.export_tensor(logits, 0), *views.values()]
+        (best,) = body.call(fragments[0].best, (logits,), ((),))
+        results = [*(body.export_tensor(result, 0) for result in (logits, best)), *views.values()]
         types = ", ".join(["!hal.buffer_view"] * len(results))
         return [
             f"  util.func public @{entry.name}({', '.join(parameters)}) -> ({types}) {{",

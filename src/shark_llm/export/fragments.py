@@ -41,6 +41,7 @@ class RankFragments:
     total: Fragment
     """The partial embeddings of every rank."""
     last_rows: Fragment
+    best: Fragment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,4 +156,5 @@ class FragmentTracer:
                 (hidden, row, row),
                 (floats(n, config.hidden_size),),
             ),
+            best=trace(f"{name}.best", llama.best, (floats(n, config.vocab_size),), (ints(n),)),
         )

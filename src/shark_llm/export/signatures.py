@@ -65,7 +65,10 @@ def _entry_points(settings: ExportSettings, vocab_size: int) -> Iterator[EntryPo
                         TensorSpec(name="seq_lens", dtype="i64", shape=(n,)),
                         TensorSpec(name="page_table", dtype="i64", shape=(n, "table_pages")),
                     ),
-                    "results": (TensorSpec(name="logits", dtype="f32", shape=(n, vocab_size)),),
+                    "results": (
+                        TensorSpec(name="logits", dtype="f32", shape=(n, vocab_size)),
+                        TensorSpec(name="best_tokens", dtype="i64", shape=(n,)),
+                    ),
                 }
             )
 

@@ -248,6 +248,20 @@ def last_rows(
     return hidden.index_select(0, torch.arange(n) * s + last)
 
 
+def best(logits: torch.Tensor) -> torch.Tensor:
+    """The lowest token of the highest logit: (N, V) f32 -> (N,) i64; V where that is not finite.
+
+    As two plain reductions, which every backend spreads over its lanes; an argmax it may not. NaN
+    anywhere in a row makes the highest logit NaN, which equals nothing.
+    """
+    vocab_size = logits.shape[1]
+    highest = logits.amax(1, keepdim=True)
+    is_best = (logits == highest) & (highest.abs() < float("inf"))
+    tokens = torch.arange(vocab_size, dtype=torch.int32)
+    none = torch.full((), vocab_size, dtype=torch.int32)
+    return torch.where(is_best, tokens, none).amin(1).to(torch.int64)
+
+
 def add_partials(hidden: torch.Tensor, *partials: torch.Tensor) -> torch.Tensor:
     """The residual stream plus what every rank contributes, all (M, H) f32.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import iree.runtime as rt
@@ -20,7 +21,7 @@ from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Manifest
 from shark_llm.errors import ArtifactError, CapacityError, DeviceError, UsageError
 from shark_llm.runtime.devices import CPU_DRIVERS, DTYPES, DeviceConfig, DeviceSet
 from shark_llm.runtime.memory import available_bytes
-from shark_llm.runtime.runner import Phase, Row
+from shark_llm.runtime.runner import Phase, Row, StepOutput
 
 MEMORY_SHARE = 0.5
 """Of what is free on the CPU, and of what weights leave on a GPU: the most that a default KV cache
@@ -58,9 +59,11 @@ class IreeRunner:
         self._context = context
         self._functions = functions
         self._caches = caches
+        self._logits: Any = None
+        self._steps = 0
 
-    def forward(self, phase: Phase, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
-        """One step: logits (B, V) f32 after each row's last token."""
+    def run(self, phase: Phase, rows: Sequence[Row]) -> StepOutput:
+        """One step of up to as many rows as the largest entry point of the phase takes."""
         entry = self._entry(phase, len(rows))
         inputs = pack_rows(rows, entry.batch_size, self.page_size, phase)
         arguments = rt.VmVariantList(len(inputs) + len(self._caches))
@@ -68,16 +71,33 @@ class IreeRunner:
             arguments.push_ref(self._devices.upload(0, array, "i64"))
         for cache in self._caches:
             arguments.push_ref(cache)
-        results = rt.VmVariantList(1 + len(self._caches))
+        results = rt.VmVariantList(len(entry.results) + len(self._caches))
         with self._devices.given_way():
             self._context.invoke(self._functions[entry.name], arguments, results)
-        logits = results.get_as_object(0, rt.HalBufferView)
+        self._logits, best = (results.get_as_object(i, rt.HalBufferView) for i in range(2))
         # The other results are the caches, updated in place: the same memory. Were one a copy, the
         # step would be slow, but the next one would still see what this one wrote.
         self._caches = [
-            results.get_as_object(1 + i, rt.HalBufferView) for i in range(len(self._caches))
+            results.get_as_object(len(entry.results) + i, rt.HalBufferView)
+            for i in range(len(self._caches))
         ]
-        return self._devices.download(0, logits, (entry.batch_size, self.vocab_size))[: len(rows)]
+        best_tokens = self._devices.download(0, best, (entry.batch_size,), "i64")
+        self._steps += 1
+        return StepOutput(
+            best_tokens=best_tokens[: len(rows)],
+            # By way of this runner, which lets go of the logits before it closes the devices.
+            read_logits=partial(self._read_logits, self._steps, entry.batch_size, len(rows)),
+        )
+
+    def _read_logits(self, step: int, batch_size: int, count: int) -> npt.NDArray[np.float32]:
+        assert step == self._steps, "the logits of an earlier step"
+        assert self._logits is not None, "the runner is closed"
+        shape = (batch_size, self.vocab_size)
+        return self._devices.download(0, self._logits, shape, "f32")[:count]
+
+    def forward(self, phase: Phase, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
+        """One step: logits (B, V) f32 after each row's last token."""
+        return self.run(phase, rows).read_logits()
 
     def _entry(self, phase: Phase, count: int) -> EntryPoint:
         for entry in self._entries[phase]:
@@ -93,6 +113,7 @@ class IreeRunner:
 
     def close(self) -> None:
         """Free everything, results and views before functions, context and devices."""
+        self._logits = None
         self._caches.clear()
         self._functions.clear()
         self._context = None

@@ -5,7 +5,7 @@ Legend: B rows of this step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -30,6 +30,17 @@ class Row:
     pages: Sequence[int]
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What a step computed. Valid until the runner's next step."""
+
+    best_tokens: npt.NDArray[np.int64]
+    """(B,): the lowest token of the highest logit of each row; V where the row has a NaN, or no
+    finite highest logit: nothing can be chosen from it."""
+    read_logits: Callable[[], npt.NDArray[np.float32]]
+    """Fetch (B, V) f32, the logits after each row's last token, from the device."""
+
+
 class ModelRunner(Protocol):
     """A loaded model with its paged KV cache. Not thread-safe: one caller at a time."""
 
@@ -44,12 +55,11 @@ class ModelRunner(Protocol):
     """Compiled batch sizes, ascending."""
     decode_batch_sizes: tuple[int, ...]
 
-    def forward(self, phase: Phase, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
-        """Run one step and return the logits after each row's last token: (B, V) f32.
+    def run(self, phase: Phase, rows: Sequence[Row]) -> StepOutput:
+        """Run one step.
 
         Takes 1 .. max(batch sizes of the phase) rows and pads to the next compiled size. Writes the
         rows' keys and values into their pages. Blocks until the device is done, without the GIL.
-        The array is valid until the next call.
         """
         ...
 
