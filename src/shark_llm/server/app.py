@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shark_llm.errors import RequestError
-from shark_llm.server import status
-from shark_llm.server.access import ApiKeys, RequestLog
+from shark_llm.server import status, status_page
+from shark_llm.server.access import ApiKeys, ConcurrencyLimit, RequestLog
 from shark_llm.server.chat import chat_completions
 from shark_llm.server.completions import completions
 from shark_llm.server.context import Context
@@ -123,6 +123,20 @@ ENDPOINTS: Sequence[Endpoint] = (
     ),
     Endpoint(
         method="GET",
+        path="/status",
+        handler=status_page.status,
+        summary="What the server does now: the numbers of the page at /.",
+        response=status_page.ServerStatus,
+    ),
+    Endpoint(
+        method="GET",
+        path="/",
+        handler=status_page.page,
+        summary="A page that shows /status and renews it.",
+        media_type="text/html",
+    ),
+    Endpoint(
+        method="GET",
         path="/version",
         handler=status.version,
         summary="The version of this server.",
@@ -166,6 +180,7 @@ def create_app(
         )
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
+    middleware.append(Middleware(ConcurrencyLimit, limit=settings.max_concurrent_requests))
     return Starlette(
         routes=routes,
         middleware=middleware,

@@ -42,7 +42,8 @@ class Endpoint:
     handler: Handler
     summary: str
     request: type[BaseModel] | None = None
-    response: type[BaseModel] | None = None  # None: plain text
+    response: type[BaseModel] | None = None  # None: text of `media_type`
+    media_type: str = "text/plain"
     streams: bool = False
     path_params: tuple[str, ...] = ()
 
@@ -73,7 +74,7 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint, refs: Any) -> dict[str, Any]:
-    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    content: dict[str, Any] = {endpoint.media_type: {"schema": {"type": "string"}}}
     if endpoint.response is not None:
         schema = refs[(endpoint.response, "serialization")]
         content = {"application/json": {"schema": schema}}
