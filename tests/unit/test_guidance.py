@@ -84,6 +84,8 @@ def take(guide: Guide, text: str) -> bool:
         ("json_schema", '{"type":"object"}', ['{"a": [1, null, {"b": "c"}]}', "{}"], ["[1]"]),
         ("json_schema", "{}", ["3", '"a"', "[[]]"], ["x"]),
         ("json_schema", '{"enum":[1,"a"]}', ["1", '"a"'], ["2"]),
+        ("json_schema", '{"type":"number","multipleOf":0.25}', ["0.75", "3"], ["0.3"]),
+        ("json_schema", '{"type":"integer","multipleOf":5000000}', ["15000000"], ["15"]),
     ],
 )
 def test_what_is_allowed(
@@ -137,8 +139,16 @@ def test_whitespace_is_bounded(compiler: GrammarCompiler) -> None:
         ("json_schema", "false", "object schema"),
         ("json_schema", "[]", "object schema"),
         ("json_schema", '{"enum":[]}', "Unsatisfiable"),
+        ("json_schema", '{"multipleOf":1e400}', ""),
+        ("json_schema", '{"multipleOf":Infinity}', ""),
         ("json_schema", '{"a":' * 5000 + "1" + "}" * 5000, "recursion limit"),
         ("regex", "a" * (MAX_GRAMMAR_CHARS + 1), f"at most {MAX_GRAMMAR_CHARS}"),
+        ("json_schema", '{"type":"integer","multipleOf":1234567}', "multiple of all multipleOf"),
+        (
+            "json_schema",
+            '{"allOf":[{"multipleOf":10007},{"items":{"multipleOf":10.009}}]}',
+            "is 100160063",
+        ),
     ],
 )
 def test_a_bad_grammar_is_refused_on_one_line(

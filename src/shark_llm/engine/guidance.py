@@ -10,12 +10,14 @@ keeps its guide as it keeps its tokens: nothing is drawn again, so nothing has t
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from decimal import Decimal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,9 @@ MAX_GRAMMAR_CHARS = 128 * 1024
 """The compiler recurses along a schema's references, and the stack's end is the process's end: a
 text of this length cannot make a chain that passes `_STACK_BYTES`."""
 _STACK_BYTES = 512 * 1024 * 1024  # address space; memory only as far as it is used
+MAX_MULTIPLE = 20_000
+"""Numbers of a schema's `multipleOf` are remainders to the library, as many states as the least
+common multiple has: 20,000 take a second, two primes of five digits take hours."""
 _CACHED_GRAMMARS = 32
 _REASON_CHARS = 200
 # A model that has lost its way writes spaces until its tokens are spent, if it may.
@@ -150,6 +155,8 @@ class GrammarCompiler:
         return grammar
 
     def _compile_anew(self, source: GrammarSource) -> Grammar:
+        if source.kind == "json_schema":
+            _check_multiples(source)
         try:
             text = _llguidance_grammar(source)
         except ValueError as error:
@@ -171,6 +178,30 @@ def _llguidance_grammar(source: GrammarSource) -> str:
     return LLMatcher.grammar_from_json_schema(
         source.text, overrides={"whitespace_pattern": _WHITESPACE}
     )
+
+
+def _check_multiples(source: GrammarSource) -> None:
+    multiple = 1
+    try:
+        left: list[Any] = [json.loads(source.text)]
+    except (ValueError, RecursionError):
+        return  # the library says what is wrong with it
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+            step = value.get("multipleOf")
+            if isinstance(step, int | float) and step and math.isfinite(step):
+                digits = Decimal(str(step)).as_tuple().digits  # powers of ten cost nothing
+                multiple = math.lcm(multiple, int("".join(map(str, digits)).rstrip("0")))
+    if multiple > MAX_MULTIPLE:
+        raise _refused(
+            source,
+            f"the least common multiple of all multipleOf is {multiple} (without powers of ten), "
+            f"at most {MAX_MULTIPLE} can be kept to; use smaller numbers",
+        )
 
 
 def _literal(text: str) -> str:

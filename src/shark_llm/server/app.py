@@ -22,7 +22,11 @@ from shark_llm.server.completions import completions
 from shark_llm.server.context import Context
 from shark_llm.server.errors import error_response, request_error_response, shorten
 from shark_llm.server.generate import generate
-from shark_llm.server.generate_protocol import GenerateRequest, GenerateResponse
+from shark_llm.server.generate_protocol import (
+    GenerateOutput,
+    GenerateRequest,
+    GenerateResponse,
+)
 from shark_llm.server.generation import GenerationFailed
 from shark_llm.server.metrics import Metrics
 from shark_llm.server.openapi import Endpoint, openapi_document
@@ -31,6 +35,7 @@ from shark_llm.server.protocol import (
     CompletionRequest,
 )
 from shark_llm.server.responses import (
+    ChatCompletionChunk,
     ChatCompletionResponse,
     CompletionResponse,
     ModelCard,
@@ -55,7 +60,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         summary="Continue one or several prompts.",
         request=CompletionRequest,
         response=CompletionResponse,
-        streams=True,
+        chunk=CompletionResponse,
     ),
     Endpoint(
         method="POST",
@@ -64,7 +69,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         summary="Answer a conversation.",
         request=ChatCompletionRequest,
         response=ChatCompletionResponse,
-        streams=True,
+        chunk=ChatCompletionChunk,
     ),
     Endpoint(
         method="GET",
@@ -88,7 +93,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         summary="Continue prompts, in the form of sglang and shortfin.",
         request=GenerateRequest,
         response=GenerateResponse,
-        streams=True,
+        chunk=GenerateOutput,
     ),
     Endpoint(
         method="POST",
