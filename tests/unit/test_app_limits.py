@@ -63,6 +63,15 @@ def test_a_long_text_of_few_tokens_is_not_refused() -> None:
         assert body["usage"]["prompt_tokens"] == 500
 
 
+def test_tokenize_counts_what_is_too_long() -> None:
+    with fake_server() as server:
+        text = "x" * 20_000
+        body = server.post("/tokenize", {"prompt": text}).json()
+        assert body["count"] == 20_001
+        body = server.post("/tokenize", {"messages": [{"role": "user", "content": text}]}).json()
+        assert body["count"] > 20_000
+
+
 def test_more_calls_than_the_limit_get_a_503() -> None:
     gate = threading.Event()
     options: dict[str, Any] = {"max_concurrent_requests": 2}

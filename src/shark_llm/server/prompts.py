@@ -53,8 +53,12 @@ def _check_length(served: ServedModel, text: str, *, param: str) -> None:
         size *= _PROBE_GROWTH
 
 
-async def encode_chat(served: ServedModel, fields: ChatFields) -> list[int]:
+async def encode_chat(
+    served: ServedModel, fields: ChatFields, *, any_length: bool = False
+) -> list[int]:
     """Ids of a conversation, through the model's chat template.
+
+    `any_length`: also of one that is far too long to be answered.
 
     Raises:
         RequestError: there is no template, it refuses the messages, or the result is empty or far
@@ -77,7 +81,8 @@ async def encode_chat(served: ServedModel, fields: ChatFields) -> list[int]:
             add_generation_prompt=fields.add_generation_prompt is not False,
             template_kwargs=fields.chat_template_kwargs,
         )
-        _check_length(served, text, param="messages")
+        if not any_length:
+            _check_length(served, text, param="messages")
         return served.tokenizer.encode_chat(text)
 
     # Always on a thread: how long a template takes cannot be told from the size of the messages.
