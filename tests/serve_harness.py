@@ -220,6 +220,8 @@ def fake_server(
         yield server
     finally:
         engine.stop()
+        assert served.grammars is not None
+        served.grammars.close()
 
 
 @dataclass
@@ -295,6 +297,8 @@ def real_server(
     finally:
         if thread.is_alive():
             server.stop()
+        assert served.grammars is not None
+        served.grammars.close()
 
 
 def wait_for(condition: Callable[[], bool], timeout: float = 10.0) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -186,9 +187,8 @@ def test_neutral_values_ask_for_nothing(server: FakeServer) -> None:
 
 def test_a_tokenizer_without_grammars_refuses_only_these() -> None:
     with fake_server() as server:
-        served = server.state.served
-        assert served is not None
-        object.__setattr__(served, "grammars", None)
+        assert server.state.served is not None
+        server.state.served = replace(server.state.served, grammars=None)
         response = server.post("/v1/completions", {"prompt": "Hi", "guided_regex": "a"})
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "unsupported_parameter"

@@ -143,12 +143,13 @@ def test_whitespace_is_bounded(compiler: GrammarCompiler) -> None:
         ("json_schema", '{"multipleOf":Infinity}', ""),
         ("json_schema", '{"a":' * 5000 + "1" + "}" * 5000, "recursion limit"),
         ("regex", "a" * (MAX_GRAMMAR_CHARS + 1), f"at most {MAX_GRAMMAR_CHARS}"),
-        ("json_schema", '{"type":"integer","multipleOf":1234567}', "multiple of all multipleOf"),
+        ("json_schema", '{"type":"integer","multipleOf":1234567}', "multiple of its multipleOf"),
         (
             "json_schema",
             '{"allOf":[{"multipleOf":10007},{"items":{"multipleOf":10.009}}]}',
             "is 100160063",
         ),
+        ("json_schema", '{"multipleOf":1' + "3" * 3000 + "}", "a huge number"),
     ],
 )
 def test_a_bad_grammar_is_refused_on_one_line(
@@ -203,6 +204,18 @@ def test_the_same_text_is_compiled_once(compiler: GrammarCompiler) -> None:
     for i in range(guidance._CACHED_GRAMMARS):
         compiled(compiler, "regex", f"other{i}")
     assert compiled(compiler, "regex", "once+") is not first
+
+
+def test_a_cancelled_compile_is_left_out(compiler: GrammarCompiler) -> None:
+    """Its client has gone: what was never begun does not hold up the next."""
+    links = {f"{i:x}": {"items": {"$ref": f"#/d/{i + 1:x}"}} for i in range(1500)}
+    slow = json.dumps({"d": links | {f"{1500:x}": {}}, "$ref": "#/d/0"})
+    first = compiler.compile(source("json_schema", slow))
+    gone = compiler.compile(source("json_schema", slow + " "))
+    assert gone.cancel()
+    assert compiled(compiler, "regex", "next") is not None
+    assert first.done()
+    assert gone.cancelled()
 
 
 def test_a_compile_lets_other_threads_run(compiler: GrammarCompiler) -> None:
@@ -326,6 +339,17 @@ def test_rows_and_tokens_may_differ_in_number(vocab_size: int) -> None:
     assert not allowed[265:].any()
     assert allowed[ids("a")[0]]
     compiler.close()
+
+
+def test_without_room_for_the_stack_it_is_a_value_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a tokenizer of an unknown kind, the server then starts without grammars."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ValueError, match="stack"):
+        GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
 
 
 def test_the_compiler_leaves_the_stack_size_of_others_alone() -> None:

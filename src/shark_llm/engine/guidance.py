@@ -14,9 +14,10 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from decimal import Decimal
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
@@ -106,7 +107,7 @@ class GrammarCompiler:
 
     Setting it up walks through the vocabulary and holds the interpreter lock for about a second per
     100,000 tokens: it belongs into loading. Raises `ValueError` for a kind of tokenizer that the
-    library cannot read.
+    library cannot read, and where no thread with a large stack can be had.
     """
 
     def __init__(
@@ -120,23 +121,42 @@ class GrammarCompiler:
             eos_token=sorted(eos_token_ids) or None,
         )
         self._cache: OrderedDict[tuple[GrammarKind, str], Grammar] = OrderedDict()  # the thread's
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._jobs: SimpleQueue[tuple[Future[Grammar], GrammarSource] | None] = SimpleQueue()
+        # A daemon: the end of the process waits for no compile.
+        thread = threading.Thread(target=self._run, name="grammar", daemon=True)
         before = threading.stack_size(_STACK_BYTES)
         try:
-            self._executor.submit(int).result()  # starts the thread, with its stack
+            thread.start()
+        except RuntimeError as error:
+            raise ValueError(f"no thread with a stack of {_STACK_BYTES} bytes: {error}") from error
         finally:
             threading.stack_size(before)
 
     def compile(self, source: GrammarSource) -> Future[Grammar]:
-        """Compile on the compiler's thread, which lets all others run.
+        """Compile on the compiler's thread, which lets all others run. A future that is cancelled
+        before its turn costs nothing.
 
         Raises, from the future, `RequestError` (400) with the library's reason.
         """
-        return self._executor.submit(self._compile, source)
+        future: Future[Grammar] = Future()
+        self._jobs.put((future, source))
+        return future
 
     def close(self) -> None:
-        """End the thread after what is being compiled."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """End the thread after what was handed in before."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, source = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                grammar = self._compile(source)
+            except BaseException as error:  # whoever waits for the future gets it
+                future.set_exception(error)
+            else:
+                future.set_result(grammar)
 
     def _compile(self, source: GrammarSource) -> Grammar:
         if len(source.text) > MAX_GRAMMAR_CHARS:
@@ -193,15 +213,16 @@ def _check_multiples(source: GrammarSource) -> None:
         elif isinstance(value, dict):
             left += value.values()
             step = value.get("multipleOf")
-            if isinstance(step, int | float) and step and math.isfinite(step):
+            if isinstance(step, int | float) and 0 < abs(step) < math.inf:
                 digits = Decimal(str(step)).as_tuple().digits  # powers of ten cost nothing
                 multiple = math.lcm(multiple, int("".join(map(str, digits)).rstrip("0")))
-    if multiple > MAX_MULTIPLE:
-        raise _refused(
-            source,
-            f"the least common multiple of all multipleOf is {multiple} (without powers of ten), "
-            f"at most {MAX_MULTIPLE} can be kept to; use smaller numbers",
-        )
+                if multiple > MAX_MULTIPLE:
+                    found = str(multiple) if multiple < 10**20 else "a huge number"
+                    raise _refused(
+                        source,
+                        f"the least common multiple of its multipleOf is {found} (without powers "
+                        f"of ten), at most {MAX_MULTIPLE} can be kept to; use smaller numbers",
+                    )
 
 
 def _literal(text: str) -> str:
