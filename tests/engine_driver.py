@@ -63,7 +63,7 @@ class Answer:
 
 
 def make_request(
-    request_id: str, prompt: Sequence[int], answer: Answer, **sampling: Any
+    request_id: str, prompt: Sequence[int], answer: Answer, owner: str = "", **sampling: Any
 ) -> Request:
     """Greedy and 8 tokens unless told otherwise."""
     params = {"max_tokens": 8, "temperature": 0.0} | sampling
@@ -71,6 +71,7 @@ def make_request(
         request_id=request_id,
         prompt_ids=tuple(prompt),
         sampling=SamplingParams(**params),
+        owner=owner,
         sink=answer.events.append,
     )
 
@@ -95,7 +96,7 @@ class Driver:
         self.num_added = 0
 
     def add(self, prompt: Sequence[int], **sampling: Any) -> Answer:
-        """Submit under the id "r<n>", n counting from 0."""
+        """Submit under the id "r<n>", n counting from 0. `owner` may be among the keywords."""
         answer = Answer()
         self.core.add(make_request(f"r{self.num_added}", prompt, answer, **sampling))
         self.core.flush()

@@ -23,6 +23,7 @@ import httpx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from fake_runner import FakeRunner
+from shark_llm.engine.guidance import GrammarCompiler
 from shark_llm.engine.loop import Engine
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.runtime.runner import Phase, Row
@@ -187,6 +188,9 @@ def parts(
         max_model_len=engine.max_model_len,
         vocab_size=runner.vocab_size,
         defaults=defaults or SamplingDefaults(),
+        grammars=GrammarCompiler(
+            tokenizer.raw, vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids
+        ),
     )
     return served, runner, engine
 
@@ -216,6 +220,8 @@ def fake_server(
         yield server
     finally:
         engine.stop()
+        assert served.grammars is not None
+        served.grammars.close()
 
 
 @dataclass
@@ -291,6 +297,8 @@ def real_server(
     finally:
         if thread.is_alive():
             server.stop()
+        assert served.grammars is not None
+        served.grammars.close()
 
 
 def wait_for(condition: Callable[[], bool], timeout: float = 10.0) -> None:

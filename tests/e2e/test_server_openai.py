@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 
 from serve_harness import MODEL, RealServer, chat_prompt, real_server
@@ -128,3 +130,41 @@ def test_async_clients_share_the_engine(server: RealServer) -> None:
             return await asyncio.gather(*(ask(client, number) for number in range(1, 6)))
 
     assert asyncio.run(run()) == ["H", "He", "Hel", "Hell", "Hello"]
+
+
+class _City(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=8)
+    population: int = pydantic.Field(ge=0, le=10**7)
+    kind: Literal["town", "village"]
+    twins: list[str] = pydantic.Field(max_length=0)
+
+
+def test_structured_output_becomes_an_object(client: openai.OpenAI) -> None:
+    """`parse` sends the model's JSON schema and reads the answer with it."""
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=MESSAGES, response_format=_City, temperature=1.0, seed=1, n=2
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, _City)
+
+
+def test_a_stream_of_structured_output_becomes_an_object(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model=MODEL, messages=MESSAGES, response_format=_City, temperature=1.0, seed=2
+    ) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "content.delta" in events
+    assert isinstance(final.choices[0].message.parsed, _City)
+
+
+def test_extra_body_and_json_object(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="x", extra_body={"guided_regex": "[0-9]{3}"}, max_tokens=9
+    )
+    assert answer.choices[0].text.isdecimal()
+    with pytest.raises(openai.BadRequestError, match="unclosed group"):
+        client.completions.create(model=MODEL, prompt="x", extra_body={"guided_regex": "("})
+    chosen = client.completions.create(model=MODEL, prompt="x", best_of=3, n=2, max_tokens=2)
+    assert len(chosen.choices) == 2

@@ -129,10 +129,9 @@ def test_text_parts_and_tools_reach_the_template(server: FakeServer) -> None:
     [
         ({"tools": [{}], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"structured_outputs": {"grammar": "root ::= a"}}, "grammar"),
         ({"best_of": 2}, "best_of"),
-        ({"guided_regex": "a"}, "guided_regex"),
+        ({"guided_grammar": "root ::= a"}, "guided_grammar"),
         ({"echo": True}, "echo"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage"),

@@ -67,7 +67,9 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         b'{"prompt": "ok", "n": "2", "stream": true}',
         b'{"prompt": "ok", "min_tokens": 5, "max_tokens": 4}',
         b'{"prompt": "ok", "suffix": "x"}',
-        b'{"prompt": "ok", "best_of": 3}',
+        b'{"prompt": "ok", "best_of": 3, "stream": true}',
+        b'{"prompt": "ok", "best_of": 2, "n": 3}',
+        b'{"prompt": "ok", "best_of": 129}',
     ],
 )
 def test_a_malformed_body_is_a_400(server: FakeServer, raw: bytes) -> None:

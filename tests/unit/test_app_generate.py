@@ -93,7 +93,7 @@ def test_logprobs_of_the_output(server: FakeServer) -> None:
         ({"input_ids": [True]}, "input_ids"),
         ({"text": "a", "sampling_params": {"temperature": 3}}, "sampling_params"),
         ({"text": "a", "sampling_params": {"num_beams": 4}}, "num_beams"),
-        ({"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema"),
+        ({"text": "a", "sampling_params": {"ebnf": "{}"}}, "ebnf"),
         ({"text": "a", "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 1, "max_tokens": 1}}, ""),
         ({"text": "a", "image_data": "x"}, "image_data"),

@@ -231,10 +231,8 @@ def test_tool_arguments_reach_the_template_as_objects() -> None:
     ("field", "value"),
     [
         ("suffix", "x"),
-        ("guided_json", {}),
-        ("guided_regex", "a+"),
-        ("guided_choice", ["a"]),
-        ("structured_outputs", {}),
+        ("guided_grammar", "root ::= a"),
+        ("guided_whitespace_pattern", " "),
         ("prompt_logprobs", 1),
         ("use_beam_search", True),
         ("skip_special_tokens", False),

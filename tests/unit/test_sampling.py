@@ -224,7 +224,8 @@ def test_ignore_eos() -> None:
         ({"temperature": 0.0, "logprobs": 0}, False),
         ({"temperature": 0.0, "presence_penalty": 0.5}, False),
         ({"temperature": 0.0, "logit_bias": {3: 1.0}}, False),
-        ({"temperature": 0.0, "min_tokens": 1}, False),
+        ({"temperature": 0.0, "min_tokens": 1, "stop_token_ids": frozenset({9})}, False),
+        ({"temperature": 0.0, "min_tokens": 1}, True),  # nothing could end the text early
     ],
 )
 def test_logits_are_asked_for_where_the_best_token_is_not_enough(
@@ -239,7 +240,8 @@ def test_logits_are_asked_for_where_the_best_token_is_not_enough(
 
 
 def test_min_tokens_ask_for_logits_only_so_long() -> None:
-    state = make_state(temperature=0.0, min_tokens=1)
+    state = make_state(temperature=0.0, min_tokens=1, eos=(9,))
+    assert not state.takes_best
     state.accept(4)
     assert state.takes_best
 

@@ -174,6 +174,15 @@ def serve(
             "cors_allow_origin", _HTTP, "Origins whose web pages may call this server; * is any."
         ),
     ] = None,
+    max_concurrent_requests: Annotated[
+        int,
+        _setting(
+            "max_concurrent_requests",
+            _HTTP,
+            "HTTP requests that may be open at once; more get a 503. /health and /metrics are not "
+            "counted.",
+        ),
+    ] = _SERVER.max_concurrent_requests,
     shutdown_timeout: Annotated[
         float,
         _setting(
@@ -216,6 +225,7 @@ def serve(
             "--max-model-len": max_model_len,
             "--kv-cache-tokens": kv_cache_tokens,
             "--request-timeout": request_timeout,
+            "--max-concurrent-requests": max_concurrent_requests,
         }
     )
     if not shutdown_timeout >= 0:
@@ -245,6 +255,7 @@ def serve(
             port=port,
             api_keys=keys,
             cors_allow_origins=tuple(cors_allow_origin or ()),
+            max_concurrent_requests=max_concurrent_requests,
             request_timeout=request_timeout,
             shutdown_timeout=shutdown_timeout,
             debug=debug,
@@ -267,6 +278,7 @@ def _run(
     port: int,
     api_keys: tuple[str, ...],
     cors_allow_origins: tuple[str, ...],
+    max_concurrent_requests: int,
     request_timeout: float | None,
     shutdown_timeout: float,
     debug: bool,
@@ -323,6 +335,7 @@ def _run(
         served_model_name=name,
         api_keys=api_keys,
         cors_allow_origins=cors_allow_origins,
+        max_concurrent_requests=max_concurrent_requests,
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
         debug=debug,

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from shark_llm.engine.batching import decode_groups, prefill_groups
+from shark_llm.engine.guidance import GuideError
 from shark_llm.engine.request import (
     ErrorEvent,
     Event,
@@ -252,6 +253,10 @@ class EngineCore:
     def _draw(self, state: RequestState, logits: F32 | None, best: int) -> None:
         try:
             drawn = sample(logits, best, state.sampler)
+        except GuideError as error:
+            message = f"the grammar is too complex for this text ({error}); simplify it"
+            self._fail(state, message, "grammar_too_complex")
+            return
         except Exception:  # a fault of our own, with this request's parameters: the others go on
             logger.exception("sampling failed for request %s", state.request.request_id)
             self._fail(state, "the server failed to choose the next token", "internal_error")
@@ -284,10 +289,12 @@ class EngineCore:
         state.tokens.append(token)
         state.sampler.accept(token)
         if token in state.sampler.stop_ids:
-            self._finish(state, "stop", stop_token_id=token)
+            self._finish(state, "stop", stop=event)
             return
         self._send(state, event)
-        if state.num_generated >= params.max_tokens or len(state.tokens) >= self.max_model_len:
+        if state.sampler.is_complete:
+            self._finish(state, "stop")
+        elif state.num_generated >= params.max_tokens or len(state.tokens) >= self.max_model_len:
             self._finish(state, "length")
 
     def _prompt_scored(self, state: RequestState) -> None:
@@ -307,7 +314,7 @@ class EngineCore:
             )
 
     def _finish(
-        self, state: RequestState, reason: FinishReason, *, stop_token_id: int | None = None
+        self, state: RequestState, reason: FinishReason, *, stop: TokenEvent | None = None
     ) -> None:
         self._end(
             state,
@@ -317,7 +324,8 @@ class EngineCore:
                 prompt_tokens=state.prompt_len,
                 completion_tokens=state.num_generated,
                 cached_tokens=state.cached_tokens,
-                stop_token_id=stop_token_id,
+                stop_token_id=None if stop is None else stop.token_id,
+                stop_logprobs=None if stop is None else stop.logprobs,
                 timings=RequestTimings(
                     submitted=state.submitted,
                     admitted=state.admitted,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from shark_llm.engine.guidance import Grammar
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -18,7 +20,7 @@ FinishReason = Literal["stop", "length", "abort"]
 class SamplingParams:
     """How the next token is chosen. Values are valid: the server checks them at its edge.
 
-    Filters apply in the order penalties, logit_bias, temperature, top_k, top_p, min_p.
+    Filters apply in the order penalties, logit_bias, grammar, temperature, top_k, top_p, min_p.
     """
 
     max_tokens: int  # 0 = nothing is generated: only the prompt is scored
@@ -36,6 +38,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None = off; N = the sampled token's and the N best
     prompt_logprobs: int | None = None  # None = off; N = each prompt token's and the N best
+    grammar: Grammar | None = None
+    """What the text must match. The request ends where nothing can follow, whatever min_tokens and
+    ignore_eos say; until then these only bar an end that could also be put off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,8 @@ class FinishEvent:
     completion_tokens: int
     cached_tokens: int
     stop_token_id: int | None = None
+    stop_logprobs: TokenLogprobs | None = None
+    """Of the token `stop_token_id`, if logprobs were asked for."""
     timings: RequestTimings | None = None
 
 
@@ -100,9 +107,9 @@ class ErrorEvent:
     """The request failed after it was accepted.
 
     `code`: forward_failed (the runner raised), invalid_logits (not finite, or nothing left to
-    choose from), internal_error (a fault of our own with this request), engine_dead,
-    integrity_breach (page ownership was found broken before it started), sink_failed (its sink
-    raised).
+    choose from), grammar_too_complex (a limit was met in the middle of the text), internal_error (a
+    fault of our own with this request), engine_dead, integrity_breach (page ownership was found
+    broken before it started), sink_failed (its sink raised).
     """
 
     is_terminal: ClassVar[bool] = True
@@ -120,4 +127,6 @@ class Request:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    owner: str = ""
+    """Who asks: waiting requests are admitted in turns, one owner after the other."""
     sink: Callable[[Event], None]

@@ -58,7 +58,17 @@ class TokenCounts:
 class SamplerState:
     """What sampling remembers of one request. `seed` None draws one from the operating system."""
 
-    __slots__ = ("bias", "counts", "has_penalties", "num_generated", "params", "seed", "stop_ids")
+    __slots__ = (
+        "barred_ends",
+        "bias",
+        "counts",
+        "guide",
+        "has_penalties",
+        "num_generated",
+        "params",
+        "seed",
+        "stop_ids",
+    )
 
     def __init__(
         self,
@@ -70,8 +80,13 @@ class SamplerState:
         self.seed = (secrets.randbits(64) if params.seed is None else params.seed) & _MASK64
         self.stop_ids = frozenset(params.stop_token_ids)
         """Tokens that end the request. They cannot be drawn before min_tokens."""
-        if not params.ignore_eos:
+        self.guide = None if params.grammar is None else params.grammar.start()
+        self.barred_ends: frozenset[int] = frozenset()
+        """EOS ids that `ignore_eos` bars: a grammar would take them for its end."""
+        if not params.ignore_eos or self.guide is not None:
             self.stop_ids |= frozenset(eos_token_ids)
+        if params.ignore_eos and self.guide is not None:
+            self.barred_ends = frozenset(eos_token_ids)
         self.num_generated = 0
         self.has_penalties = (
             params.presence_penalty != 0
@@ -92,7 +107,8 @@ class SamplerState:
         return (
             self.has_penalties
             or self.bias is not None
-            or self.num_generated < self.params.min_tokens
+            or self.guide is not None
+            or bool(self.barred())
         )
 
     @property
@@ -107,6 +123,18 @@ class SamplerState:
         self.num_generated += 1
         if self.has_penalties:
             self.counts.add(token)
+        if self.guide is not None and token not in self.stop_ids:
+            self.guide.accept(token)
+
+    @property
+    def is_complete(self) -> bool:
+        """The grammar, if there is one, lets nothing follow."""
+        return self.guide is not None and self.guide.is_complete
+
+    def barred(self) -> list[int]:
+        """Tokens that must not end the text now."""
+        early = self.num_generated < self.params.min_tokens
+        return list(self.stop_ids if early else self.barred_ends)
 
 
 class Sample(NamedTuple):
@@ -120,6 +148,9 @@ def sample(logits: F32 | None, best: int, state: SamplerState) -> Sample | None:
     `logits` may be None if `state.takes_best`.
 
     None: min_tokens and the stop tokens leave nothing to choose from.
+
+    Raises:
+        GuideError: the grammar met a limit.
     """
     if state.takes_best:
         return Sample(best, None)
@@ -127,7 +158,7 @@ def sample(logits: F32 | None, best: int, state: SamplerState) -> Sample | None:
     params = state.params
     edited = logits
     if state.edits_logits:
-        edited = _edit(logits, state)
+        edited = _edit(logits, state, state.barred())
         best = int(edited.argmax())
         if not np.isfinite(edited[best]):
             return None
@@ -171,8 +202,8 @@ def uniform(seed: int, position: int) -> float:
     return (c0 >> 11) * 2.0**-53
 
 
-def _edit(logits: F32, state: SamplerState) -> F32:
-    """Penalties, logit_bias and the ban on stop tokens before min_tokens, on a copy of (V,).
+def _edit(logits: F32, state: SamplerState, barred: list[int]) -> F32:
+    """Penalties, logit_bias, the grammar and the ban on `barred` tokens, on a copy of (V,).
 
     repetition: of prompt and output, logits > 0 divided and others multiplied (CTRL, Keskar et al.
     2019); frequency and presence: of the output, subtracted per occurrence and once (OpenAI).
@@ -190,8 +221,13 @@ def _edit(logits: F32, state: SamplerState) -> F32:
         edited[ids] = values
     if state.bias is not None:
         edited[state.bias[0]] += state.bias[1]
-    if state.num_generated < params.min_tokens:
-        edited[list(state.stop_ids)] = -np.inf
+    if state.guide is not None:
+        edited = np.where(state.guide.allowed(), edited, np.float32(-np.inf))
+    if barred:
+        ends = edited[barred]
+        edited[barred] = -np.inf
+        if state.guide is not None and edited.max() == -np.inf:
+            edited[barred] = ends  # the grammar allows nothing but the end
     return edited
 
 

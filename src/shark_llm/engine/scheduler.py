@@ -7,12 +7,19 @@
            3. waiting requests are admitted while rows, budget and pages for their whole prompt last
     computed / finish   what became of the rows
 
-Who waits how long. fcfs admits in order of arrival, and a head that does not fit yet blocks the
-rest. lpm admits the longest cached prefix first. In both, a request whose next page is just being
-computed for another one steps aside until that is done. However: at most `max_overtakes` later
-arrivals are admitted before any waiting request, and preempted requests come before all others. So
-a big request cannot starve behind small ones, nor small ones behind a stream of big ones: a
-request waits for those before it, for `max_overtakes` others, and for nobody else.
+Who waits how long. Owners (API keys) take turns, and a request whose turn it is but that does not
+fit yet blocks the rest. Among the requests of one owner, fcfs admits in order of arrival, and lpm
+the longest cached prefix first. In both, a request whose next page is just being computed for
+another one steps aside until that is done. However:
+
+    of its own owner    at most `max_overtakes` later arrivals are admitted before a waiting request
+    of other owners     at most one each, between two admissions of an owner that has some waiting;
+                        while a request steps aside, at most `max_overtakes` others
+    preempted ones      come before all others
+
+So a big request cannot starve behind small ones, nor small ones behind a stream of big ones, nor
+an owner behind one that sends more: a request waits for those of its owner before it, for
+`max_overtakes` others, each time for one request of every other owner, and for nobody else.
 
 No clock, no threads, no device in here.
 """
@@ -23,15 +30,19 @@ import bisect
 import itertools
 import math
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from shark_llm.engine.fairness import Turns
 from shark_llm.engine.page_pool import PagePool
 from shark_llm.engine.prefix_cache import Node, PrefixCache
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.engine.state import RequestState
 
 LPM_WINDOW = 128
-"""lpm looks at so many requests from the head of the queue; a match costs microseconds per page."""
+"""lpm looks at so many requests from the heads of the owners' queues together, and at
+`LEAST_LPM_WINDOW` of each; a match costs microseconds per page."""
+LEAST_LPM_WINDOW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,7 @@ class Scheduler:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.cache = PrefixCache(page_size)
+        self.turns = Turns()
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []  # by arrival: the last is the youngest
         self.num_preemptions = 0
@@ -264,14 +276,17 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         in_prefill = [state for state in self.running if state.num_wanted > 1]
         first_overdue = self._first_overdue()
+        aside: set[RequestState] = set()
         for state in self._admission_order():
             if budget < 1 or len(self.running) == self.settings.max_num_seqs:
                 return
-            if not state.num_preemptions and first_overdue < state.arrival:
+            owner = state.request.owner
+            if not state.num_preemptions and first_overdue.get(owner, math.inf) < state.arrival:
                 return  # it would overtake once too often
             node = self._match(state)
             overdue = state.overtaken >= self.settings.max_overtakes
             if not overdue and self._is_being_computed(state, node.depth, in_prefill):
+                aside.add(state)
                 continue
             state.computed_len = node.depth * self.page_size
             count = self._chunk(state, budget)
@@ -288,8 +303,10 @@ class Scheduler:
             self.waiting.remove(state)
             bisect.insort(self.running, state, key=_arrival)
             if not state.num_preemptions:
+                self.turns.served(owner)
                 for other in self.waiting:
-                    other.overtaken += other.arrival < state.arrival
+                    is_behind = other.arrival < state.arrival and other.request.owner == owner
+                    other.overtaken += is_behind or other in aside
                 first_overdue = self._first_overdue()
                 state.cached_tokens = state.computed_len
                 self.prefix_queries += state.prompt_len
@@ -299,20 +316,33 @@ class Scheduler:
                 in_prefill.append(state)
             budget -= self._schedule(plan, state, count)
 
-    def _admission_order(self) -> list[RequestState]:
+    def _admission_order(self) -> Iterator[RequestState]:
         """The waiting requests in the order in which they may be admitted."""
-        if self.settings.scheduling_policy == "fcfs":
-            return list(self.waiting)
-        return sorted(itertools.islice(self.waiting, LPM_WINDOW), key=self._longest_prefix_first)
+        queues: dict[str, deque[RequestState]] = {}
+        for state in list(self.waiting):
+            if state.num_preemptions:
+                yield state
+            else:
+                queues.setdefault(state.request.owner, deque()).append(state)
+        if self.settings.scheduling_policy == "lpm" and queues:
+            window = max(LPM_WINDOW // len(queues), LEAST_LPM_WINDOW)
+            for owner, queue in queues.items():
+                head: Iterable[RequestState] = itertools.islice(queue, window)
+                queues[owner] = deque(sorted(head, key=self._longest_prefix_first))
+        yield from self.turns.in_turn(queues)
 
-    def _first_overdue(self) -> float:
-        """Arrival of the oldest request that may not be overtaken any more; infinity: none."""
+    def _first_overdue(self) -> dict[str, int]:
+        """Owner -> arrival of its oldest request that may not be overtaken any more."""
         bound = self.settings.max_overtakes
-        overdue = (state.arrival for state in self.waiting if state.overtaken >= bound)
-        return min(overdue, default=math.inf)
+        oldest: dict[str, int] = {}
+        for state in self.waiting:
+            if state.overtaken >= bound:
+                owner = state.request.owner
+                oldest[owner] = min(state.arrival, oldest.get(owner, state.arrival))
+        return oldest
 
     def _longest_prefix_first(self, state: RequestState) -> tuple[int, int, int]:
-        if state.num_preemptions or state.overtaken >= self.settings.max_overtakes:
+        if state.overtaken >= self.settings.max_overtakes:
             return (0, 0, state.arrival)
         return (1, -self._match(state).depth, state.arrival)
 

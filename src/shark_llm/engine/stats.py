@@ -46,3 +46,10 @@ class EngineStats:
     decode_batches: Mapping[int, int] = field(default_factory=dict)
     """Rows of a decode forward -> how many such forwards."""
     prefill_batches: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pages that running requests use, 0..1; what could be evicted is not used."""
+        if not self.pages_total:
+            return 0.0
+        return (self.pages_total - self.pages_free - self.pages_evictable) / self.pages_total

@@ -1,6 +1,6 @@
 """The ASGI layers around the app: request ids and the access log, API keys, the last resort.
 
-RequestLog -> CORS (if asked for) -> ApiKeys (if any) -> routes
+RequestLog -> CORS (if asked for) -> ApiKeys (if any) -> ConcurrencyLimit -> routes
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from shark_llm.server.errors import error_response
 logger = logging.getLogger("shark_llm.server")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/"})
+"""Without a key: the page at / shows nothing before it has been given one."""
+UNLIMITED_PATHS = frozenset({"/health", "/metrics"})
+"""Whoever watches a server must see it when it is full."""
 
 
 class RequestLog:
@@ -81,14 +84,22 @@ class RequestLog:
 
 
 class ApiKeys:
-    """Lets in who sends `Authorization: Bearer KEY` with one of the keys; /health is open."""
+    """Lets in who sends `Authorization: Bearer KEY` with one of the keys; `OPEN_PATHS` are open.
+
+    `scope["state"]["owner"]` says which key it was, by its number: keys themselves go nowhere.
+    """
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        number = self._number_of_key(scope)
+        if number is not None:
+            scope.setdefault("state", {})["owner"] = f"key {number}"
             await self._app(scope, receive, send)
             return
         response = error_response(
@@ -98,13 +109,46 @@ class ApiKeys:
         )
         await response(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _number_of_key(self, scope: Scope) -> int | None:
         scheme, _, credentials = _authorization(scope["headers"]).partition(b" ")
         if scheme.lower() != b"bearer":
-            return False
+            return None
         # Every key is compared, each in constant time: the time taken tells nothing.
         matches = [hmac.compare_digest(credentials.strip(), key) for key in self._keys]
-        return any(matches)
+        return matches.index(True) if any(matches) else None
+
+
+class ConcurrencyLimit:
+    """Answers 503 to a call beyond the `limit` that are open, before its body is read.
+
+    The engine's queue bounds what waits for the device; this bounds what is still being read,
+    tokenized or sent. The connection is closed with the answer.
+    """
+
+    def __init__(self, app: ASGIApp, *, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in UNLIMITED_PATHS:
+            await self._app(scope, receive, send)
+            return
+        if self._num_open >= self._limit:
+            response = error_response(
+                f"{self._num_open} requests are open, and this server takes {self._limit} at once "
+                "(--max-concurrent-requests); try again later",
+                status=HTTPStatus.SERVICE_UNAVAILABLE,
+                code="too_many_requests",
+                headers={"Connection": "close"},
+            )
+            await response(scope, receive, send)
+            return
+        self._num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_open -= 1
 
 
 def _authorization(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

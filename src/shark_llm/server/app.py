@@ -15,14 +15,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shark_llm.errors import RequestError
-from shark_llm.server import status
-from shark_llm.server.access import ApiKeys, RequestLog
+from shark_llm.server import status, status_page
+from shark_llm.server.access import ApiKeys, ConcurrencyLimit, RequestLog
 from shark_llm.server.chat import chat_completions
 from shark_llm.server.completions import completions
 from shark_llm.server.context import Context
 from shark_llm.server.errors import error_response, request_error_response, shorten
 from shark_llm.server.generate import generate
-from shark_llm.server.generate_protocol import GenerateRequest, GenerateResponse
+from shark_llm.server.generate_protocol import (
+    GenerateOutput,
+    GenerateRequest,
+    GenerateResponse,
+)
 from shark_llm.server.generation import GenerationFailed
 from shark_llm.server.metrics import Metrics
 from shark_llm.server.openapi import Endpoint, openapi_document
@@ -31,6 +35,7 @@ from shark_llm.server.protocol import (
     CompletionRequest,
 )
 from shark_llm.server.responses import (
+    ChatCompletionChunk,
     ChatCompletionResponse,
     CompletionResponse,
     ModelCard,
@@ -55,7 +60,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         summary="Continue one or several prompts.",
         request=CompletionRequest,
         response=CompletionResponse,
-        streams=True,
+        chunk=CompletionResponse,
     ),
     Endpoint(
         method="POST",
@@ -64,7 +69,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         summary="Answer a conversation.",
         request=ChatCompletionRequest,
         response=ChatCompletionResponse,
-        streams=True,
+        chunk=ChatCompletionChunk,
     ),
     Endpoint(
         method="GET",
@@ -88,7 +93,7 @@ ENDPOINTS: Sequence[Endpoint] = (
         summary="Continue prompts, in the form of sglang and shortfin.",
         request=GenerateRequest,
         response=GenerateResponse,
-        streams=True,
+        chunk=GenerateOutput,
     ),
     Endpoint(
         method="POST",
@@ -120,6 +125,20 @@ ENDPOINTS: Sequence[Endpoint] = (
         handler=status.health,
         summary="Whether a token can be made now.",
         response=status.Health,
+    ),
+    Endpoint(
+        method="GET",
+        path="/status",
+        handler=status_page.status,
+        summary="What the server does now: the numbers of the page at /.",
+        response=status_page.ServerStatus,
+    ),
+    Endpoint(
+        method="GET",
+        path="/",
+        handler=status_page.page,
+        summary="A page that shows /status and renews it.",
+        media_type="text/html",
     ),
     Endpoint(
         method="GET",
@@ -166,6 +185,7 @@ def create_app(
         )
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
+    middleware.append(Middleware(ConcurrencyLimit, limit=settings.max_concurrent_requests))
     return Starlette(
         routes=routes,
         middleware=middleware,

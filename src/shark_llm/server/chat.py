@@ -10,19 +10,16 @@ from starlette.responses import Response
 
 from shark_llm.engine.request import TokenEvent
 from shark_llm.errors import RequestError
-from shark_llm.server import sse
 from shark_llm.server.body import read_body
-from shark_llm.server.completions import check_generation_request, check_num_choices
+from shark_llm.server.calls import check_num_choices, choice_specs, run_call
 from shark_llm.server.context import Context
-from shark_llm.server.errors import error_body, shorten
-from shark_llm.server.generation import Generation, GenerationFailed
+from shark_llm.server.errors import shorten
+from shark_llm.server.generation import Generation
+from shark_llm.server.guidance import compile_grammar
 from shark_llm.server.logprobs import chat_logprobs
-from shark_llm.server.params import check_unsupported, sampling_params
-from shark_llm.server.prompts import encode_chat, special_stops, token_budget
-from shark_llm.server.protocol import (
-    CHAT_UNSUPPORTED,
-    ChatCompletionRequest,
-)
+from shark_llm.server.params import check_unsupported
+from shark_llm.server.prompts import encode_chat
+from shark_llm.server.protocol import CHAT_UNSUPPORTED, ChatCompletionRequest
 from shark_llm.server.responses import (
     AssistantMessage,
     ChatChoice,
@@ -34,7 +31,6 @@ from shark_llm.server.responses import (
     Usage,
 )
 from shark_llm.server.state import ServedModel
-from shark_llm.server.text_stream import ChoiceSpec
 
 
 async def chat_completions(context: Context, request: Request) -> Response:
@@ -43,21 +39,42 @@ async def chat_completions(context: Context, request: Request) -> Response:
     body = await read_body(request, ChatCompletionRequest, max_bytes=limit)
     served = context.state.model(body.model)
     _check(body)
-    specs = await _specs(body, served, context.settings.max_choices)
-    generation = context.begin(request, served, specs, prefix="chatcmpl", names=body.names())
-    answer = _Answer(body, served, generation)
-    if body.stream:
-        return sse.EventStream(answer.events(), on_close=generation.close)
-    try:
-        whole = await sse.unless_disconnected(request.receive, answer.whole())
-    finally:
-        generation.close()
-    return Response(whole.model_dump_json(), media_type="application/json")
+    check_num_choices(body.choices_per_prompt(), context.settings.max_choices)
+    grammar = await compile_grammar(served.grammars, body.grammar_source())
+    fields = body if body.tool_choice != "none" else body.model_copy(update={"tools": None})
+    specs = choice_specs(
+        served,
+        body,
+        await encode_chat(served, fields),
+        param="messages",
+        count=body.choices_per_prompt(),
+        max_tokens=body.token_limit(),
+        min_tokens=body.min_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=grammar,
+    )
+    return await run_call(
+        context,
+        request,
+        served,
+        specs,
+        lambda generation: _Answer(body, served, generation),
+        prefix="chatcmpl",
+        names=body.names(),
+        stream=bool(body.stream),
+    )
 
 
 def _check(body: ChatCompletionRequest) -> None:
     check_unsupported(body.model_extra or {}, CHAT_UNSUPPORTED)
-    check_generation_request(body)
+    body.check_stream_options()
+    if body.best_of is not None and body.best_of != body.choices_per_prompt():
+        raise RequestError(
+            f"best_of is {body.best_of} and n is {body.choices_per_prompt()}; only "
+            "/v1/completions chooses the best of several, leave best_of out",
+            param="best_of",
+            code="unsupported_parameter",
+        )
     if body.tool_choice not in (None, "none", "auto"):
         raise RequestError(
             f"tool_choice: only 'auto' and 'none' are supported, got {shorten(body.tool_choice)}; "
@@ -65,37 +82,6 @@ def _check(body: ChatCompletionRequest) -> None:
             param="tool_choice",
             code="unsupported_parameter",
         )
-
-
-async def _specs(
-    body: ChatCompletionRequest, served: ServedModel, max_choices: int
-) -> list[ChoiceSpec]:
-    per_prompt = body.choices_per_prompt()
-    check_num_choices(1, per_prompt, max_choices)
-    fields = body if body.tool_choice != "none" else body.model_copy(update={"tools": None})
-    ids = await encode_chat(served, fields)
-    budget = token_budget(served, len(ids), body.token_limit(), param="messages")
-    stop_tokens = special_stops(served, body)
-    return [
-        ChoiceSpec(
-            prompt_index=0,
-            prompt_ids=tuple(ids),
-            sampling=sampling_params(
-                body,
-                max_tokens=budget,
-                min_tokens=body.min_tokens or 0,
-                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-                defaults=served.defaults,
-                vocab_size=served.vocab_size,
-                extra_stop_ids=stop_tokens,
-                choice=choice,
-            ),
-            stop=body.stop,
-            include_stop=bool(body.include_stop_str_in_output),
-            stop_tokens=stop_tokens,
-        )
-        for choice in range(per_prompt)
-    ]
 
 
 class _Answer:
@@ -128,30 +114,25 @@ class _Answer:
             usage=self._generation.usage(),
         )
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        try:
-            for index in range(self._body.choices_per_prompt()):
-                role = ChatDelta(role="assistant", content="")
-                yield sse.event(self._chunk([ChatChunkChoice(index=index, delta=role)]))
-            async for delta in self._generation.deltas():
-                logprobs = self._logprobs(delta.tokens) if delta.tokens else None
-                if not delta.text and delta.finish is None and logprobs is None:
-                    continue  # tokens whose text is not final yet
-                choice = ChatChunkChoice(
-                    index=delta.index,
-                    delta=ChatDelta(content=delta.text or None),
-                    logprobs=logprobs,
-                )
-                if delta.finish is not None:
-                    choice.finish_reason = delta.finish.finish_reason
-                    choice.stop_reason = delta.finish.stop_reason
-                yield sse.event(self._chunk([choice]))
-            if self._body.wants_usage_chunk():
-                yield sse.event(self._chunk([], self._generation.usage()))
-        except GenerationFailed as error:
-            yield sse.event(error_body(str(error), status=error.status, code=error.code))
-            return
-        yield sse.DONE
+    async def chunks(self) -> AsyncGenerator[ChatCompletionChunk, None]:
+        for index in range(self._body.choices_per_prompt()):
+            role = ChatDelta(role="assistant", content="")
+            yield self._chunk([ChatChunkChoice(index=index, delta=role)])
+        async for delta in self._generation.deltas():
+            logprobs = self._logprobs(delta.tokens) if delta.tokens else None
+            if not delta.text and delta.finish is None and logprobs is None:
+                continue  # tokens whose text is not final yet
+            choice = ChatChunkChoice(
+                index=delta.index,
+                delta=ChatDelta(content=delta.text or None),
+                logprobs=logprobs,
+            )
+            if delta.finish is not None:
+                choice.finish_reason = delta.finish.finish_reason
+                choice.stop_reason = delta.finish.stop_reason
+            yield self._chunk([choice])
+        if self._body.wants_usage_chunk():
+            yield self._chunk([], self._generation.usage())
 
     def _logprobs(self, tokens: Sequence[TokenEvent]) -> ChatLogprobs | None:
         return chat_logprobs(self._served.tokenizer, tokens) if self._body.logprobs else None

@@ -9,20 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shark_llm.engine.request import TokenEvent
-from shark_llm.errors import RequestError
-from shark_llm.server import sse
 from shark_llm.server.body import read_body
+from shark_llm.server.calls import check_num_choices, choice_specs, run_call
 from shark_llm.server.context import Context
-from shark_llm.server.errors import error_body
-from shark_llm.server.generation import Generation, GenerationFailed
-from shark_llm.server.logprobs import CompletionLogprobsWriter, joined
-from shark_llm.server.params import UNSUPPORTED, check_unsupported, sampling_params
-from shark_llm.server.prompts import checked_ids, encode_text, special_stops, token_budget
-from shark_llm.server.protocol import (
-    STREAM_OPTIONS_UNSUPPORTED,
-    CompletionRequest,
-    GenerationRequest,
-)
+from shark_llm.server.generation import Completed, Generation
+from shark_llm.server.guidance import compile_grammar
+from shark_llm.server.logprobs import CompletionLogprobsWriter, finite, joined
+from shark_llm.server.params import UNSUPPORTED, check_unsupported
+from shark_llm.server.prompts import checked_ids, encode_text
+from shark_llm.server.protocol import CompletionRequest
 from shark_llm.server.responses import (
     CompletionChoice,
     CompletionLogprobs,
@@ -37,64 +32,27 @@ async def completions(context: Context, request: Request) -> Response:
     """Continue one or several prompts, n times each."""
     body = await read_body(request, CompletionRequest, max_bytes=context.settings.max_body_bytes)
     served = context.state.model(body.model)
-    _check(body)
-    specs = await _specs(body, served, context.settings.max_choices)
-    generation = context.begin(request, served, specs, prefix="cmpl", names=body.names())
-    answer = _Answer(body, served, generation, _echoes(body, served, specs))
-    if body.stream:
-        return sse.EventStream(answer.events(), on_close=generation.close)
-    try:
-        whole = await sse.unless_disconnected(request.receive, answer.whole())
-    finally:
-        generation.close()
-    return Response(whole.model_dump_json(), media_type="application/json")
-
-
-def check_generation_request(body: GenerationRequest) -> None:
-    """Refuse what no OpenAI endpoint of this server does.
-
-    Raises:
-        RequestError: 400 `unsupported_parameter`.
-    """
-    if body.response_format is not None and body.response_format.type != "text":
-        raise RequestError(
-            "response_format: only {'type': 'text'} is supported by this server; leave it out",
-            param="response_format",
-            code="unsupported_parameter",
-        )
-    if body.best_of is not None and body.best_of != body.choices_per_prompt():
-        raise RequestError(
-            f"best_of is {body.best_of} and n is {body.choices_per_prompt()}; choosing the best of "
-            "several is not supported by this server, leave best_of out",
-            param="best_of",
-            code="unsupported_parameter",
-        )
-    if body.stream_options is not None:
-        check_unsupported(body.stream_options.model_extra or {}, STREAM_OPTIONS_UNSUPPORTED)
-
-
-def check_num_choices(prompts: int, per_prompt: int, limit: int) -> None:
-    """Bound the fan-out of one call."""
-    if prompts * per_prompt > limit:
-        raise RequestError(
-            f"{prompts} prompts with n = {per_prompt} are {prompts * per_prompt} choices, at most "
-            f"{limit} fit into one call; send several",
-            param="prompt",
-            code="invalid_value",
-        )
-
-
-def _check(body: CompletionRequest) -> None:
     check_unsupported(body.model_extra or {}, UNSUPPORTED)
-    check_generation_request(body)
+    body.check_stream_options()
+    check_num_choices(len(body.prompt) * body.candidates_per_prompt(), context.settings.max_choices)
+    specs = await _specs(body, served)
+    echoes = _echoes(body, served)
+    return await run_call(
+        context,
+        request,
+        served,
+        specs,
+        lambda generation: _Answer(body, served, generation, echoes),
+        prefix="cmpl",
+        names=body.names(),
+        stream=bool(body.stream),
+    )
 
 
-async def _specs(
-    body: CompletionRequest, served: ServedModel, max_choices: int
-) -> list[ChoiceSpec]:
-    per_prompt = body.choices_per_prompt()
-    check_num_choices(len(body.prompt), per_prompt, max_choices)
-    stop_tokens = special_stops(served, body)
+async def _specs(body: CompletionRequest, served: ServedModel) -> list[ChoiceSpec]:
+    grammar = await compile_grammar(served.grammars, body.grammar_source())
+    # To choose among candidates, the likelihood of each token must be known.
+    logprobs = 0 if body.chooses_best() and body.logprobs is None else body.logprobs
     specs = []
     for index, prompt in enumerate(body.prompt):
         if isinstance(prompt, str):
@@ -102,41 +60,46 @@ async def _specs(
             ids = await encode_text(served, prompt, add_bos=add_bos, param="prompt")
         else:
             ids = checked_ids(served, prompt, param="prompt")
-        budget = token_budget(served, len(ids), body.token_limit(), param="prompt")
-        for choice in range(per_prompt):
-            sampling = sampling_params(
-                body,
-                max_tokens=budget,
-                min_tokens=body.min_tokens or 0,
-                logprobs=body.logprobs,
-                prompt_logprobs=body.logprobs if body.echo else None,
-                defaults=served.defaults,
-                vocab_size=served.vocab_size,
-                extra_stop_ids=stop_tokens,
-                choice=choice,
-            )
-            specs.append(
-                ChoiceSpec(
-                    prompt_index=index,
-                    prompt_ids=tuple(ids),
-                    sampling=sampling,
-                    stop=body.stop,
-                    include_stop=bool(body.include_stop_str_in_output),
-                    stop_tokens=stop_tokens,
-                )
-            )
+        specs += choice_specs(
+            served,
+            body,
+            ids,
+            prompt_index=index,
+            param="prompt",
+            count=body.candidates_per_prompt(),
+            max_tokens=body.token_limit(),
+            min_tokens=body.min_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+            grammar=grammar,
+        )
     return specs
 
 
-def _echoes(body: CompletionRequest, served: ServedModel, specs: Sequence[ChoiceSpec]) -> list[str]:
+def _echoes(body: CompletionRequest, served: ServedModel) -> list[str]:
     """What stands before each choice's text: the prompt with `echo`, else nothing."""
-    if not body.echo:
-        return [""] * len(specs)
-    texts = [
-        prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
-        for prompt in body.prompt
-    ]
-    return [texts[spec.prompt_index] for spec in specs]
+    texts = [""] * len(body.prompt)
+    if body.echo:
+        texts = [
+            prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt)
+            for prompt in body.prompt
+        ]
+    return [text for text in texts for _ in range(body.candidates_per_prompt())]
+
+
+def _best(candidates: Sequence[Completed], count: int) -> list[Completed]:
+    """The `count` candidates with the highest mean log-probability per token, best first.
+
+    The token that ended a candidate counts too. It is the model's own probability, before penalties
+    and temperature.
+    """
+
+    def mean_logprob(done: Completed) -> float:
+        found = [token.logprobs for token in done.tokens] + [done.finish.stop_logprobs]
+        values = [finite(each.logprob) for each in found if each is not None]
+        return sum(values) / max(len(values), 1)
+
+    return sorted(candidates, key=mean_logprob, reverse=True)[:count]
 
 
 class _Answer:
@@ -159,43 +122,42 @@ class _Answer:
         ]
 
     async def whole(self) -> CompletionResponse:
+        completed = await self._generation.collect()
+        if self._body.chooses_best():
+            size, count = self._body.candidates_per_prompt(), self._body.choices_per_prompt()
+            groups = [completed[i : i + size] for i in range(0, len(completed), size)]
+            completed = [done for group in groups for done in _best(group, count)]
         choices = [
             CompletionChoice(
-                index=done.index,
+                index=index,
                 text=self._echoes[done.index] + done.text,
                 logprobs=self._logprobs(done.index, done.tokens, done.prompt_logprobs),
                 finish_reason=done.finish.finish_reason,
                 stop_reason=done.finish.stop_reason,
             )
-            for done in await self._generation.collect()
+            for index, done in enumerate(completed)
         ]
         return self._response(choices, self._generation.usage())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        try:
-            echoes = list(self._echoes)
-            if self._body.logprobs is None:  # else the prompt goes out with what was made of it
-                for index, echo in enumerate(echoes):
-                    if echo:
-                        choice = CompletionChoice(index=index, text=echo)
-                        yield sse.event(self._response([choice]))
-                echoes = [""] * len(echoes)
-            async for delta in self._generation.deltas():
-                logprobs = self._logprobs(delta.index, delta.tokens, delta.prompt_logprobs)
-                text, echoes[delta.index] = echoes[delta.index] + delta.text, ""
-                if not text and delta.finish is None and not (logprobs and logprobs.tokens):
-                    continue  # tokens whose text is not final yet
-                choice = CompletionChoice(index=delta.index, text=text, logprobs=logprobs)
-                if delta.finish is not None:
-                    choice.finish_reason = delta.finish.finish_reason
-                    choice.stop_reason = delta.finish.stop_reason
-                yield sse.event(self._response([choice]))
-            if self._body.wants_usage_chunk():
-                yield sse.event(self._response([], self._generation.usage()))
-        except GenerationFailed as error:
-            yield sse.event(error_body(str(error), status=error.status, code=error.code))
-            return
-        yield sse.DONE
+    async def chunks(self) -> AsyncGenerator[CompletionResponse, None]:
+        echoes = list(self._echoes)
+        if self._body.logprobs is None:  # else the prompt goes out with what was made of it
+            for index, echo in enumerate(echoes):
+                if echo:
+                    yield self._response([CompletionChoice(index=index, text=echo)])
+            echoes = [""] * len(echoes)
+        async for delta in self._generation.deltas():
+            logprobs = self._logprobs(delta.index, delta.tokens, delta.prompt_logprobs)
+            text, echoes[delta.index] = echoes[delta.index] + delta.text, ""
+            if not text and delta.finish is None and not (logprobs and logprobs.tokens):
+                continue  # tokens whose text is not final yet
+            choice = CompletionChoice(index=delta.index, text=text, logprobs=logprobs)
+            if delta.finish is not None:
+                choice.finish_reason = delta.finish.finish_reason
+                choice.stop_reason = delta.finish.stop_reason
+            yield self._response([choice])
+        if self._body.wants_usage_chunk():
+            yield self._response([], self._generation.usage())
 
     def _logprobs(
         self, index: int, tokens: Sequence[TokenEvent], prompt: PromptLogprobs | None

@@ -51,6 +51,7 @@ class Context:
             metrics=self.metrics,
             max_backlog_tokens=self.settings.max_backlog_tokens,
             request_timeout=self.settings.request_timeout,
+            owner=getattr(request.state, "owner", ""),
             on_close=lambda closed: self.state.forget(closed, all_names),
         )
         self.state.track(generation, all_names)

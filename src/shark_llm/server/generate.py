@@ -20,11 +20,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from shark_llm.engine.request import TokenEvent
-from shark_llm.server import sse
 from shark_llm.server.body import read_body
-from shark_llm.server.completions import check_num_choices
+from shark_llm.server.calls import check_num_choices, choice_specs, run_call
 from shark_llm.server.context import Context
-from shark_llm.server.errors import error_body
 from shark_llm.server.generate_protocol import (
     GENERATE_UNSUPPORTED,
     SAMPLING_UNSUPPORTED,
@@ -38,10 +36,11 @@ from shark_llm.server.generate_protocol import (
     PromptResponse,
     ShortfinResponse,
 )
-from shark_llm.server.generation import Generation, GenerationFailed
+from shark_llm.server.generation import Generation
+from shark_llm.server.guidance import compile_grammar
 from shark_llm.server.logprobs import finite
-from shark_llm.server.params import check_unsupported, sampling_params
-from shark_llm.server.prompts import checked_ids, encode_text, special_stops, token_budget
+from shark_llm.server.params import check_unsupported
+from shark_llm.server.prompts import checked_ids, encode_text
 from shark_llm.server.state import ServedModel
 from shark_llm.server.text_stream import ChoiceSpec, Finish
 
@@ -54,22 +53,21 @@ async def generate(context: Context, request: Request) -> Response:
     samplings = body.sampling()
     for sampling in samplings:
         check_unsupported(sampling.model_extra or {}, SAMPLING_UNSUPPORTED)
-    check_num_choices(
-        1, sum(sampling.n or 1 for sampling in samplings), context.settings.max_choices
-    )
-    specs = []
+    check_num_choices(sum(each.n or 1 for each in samplings), context.settings.max_choices)
+    specs: list[ChoiceSpec] = []
     for index, (prompt, sampling) in enumerate(zip(body.prompts(), samplings, strict=True)):
         specs += await _specs(body, served, index, prompt, sampling)
-    names = body.rid if isinstance(body.rid, list) else [body.rid] if body.rid else []
-    generation = context.begin(request, served, specs, prefix="gen", names=names)
-    answer = _Answer(body, served, generation, specs)
-    if body.stream:
-        return sse.EventStream(answer.events(), on_close=generation.close)
-    try:
-        whole = await sse.unless_disconnected(request.receive, answer.whole())
-    finally:
-        generation.close()
-    return Response(whole.model_dump_json(exclude_none=True), media_type="application/json")
+    return await run_call(
+        context,
+        request,
+        served,
+        specs,
+        lambda generation: _Answer(body, served, generation, specs),
+        prefix="gen",
+        names=body.rid if isinstance(body.rid, list) else [body.rid] if body.rid else [],
+        stream=bool(body.stream),
+        exclude_none=True,
+    )
 
 
 async def _specs(
@@ -79,33 +77,25 @@ async def _specs(
     prompt: str | Ids,
     sampling: GenerateSampling,
 ) -> list[ChoiceSpec]:
-    if isinstance(prompt, str):
-        ids = await encode_text(served, prompt, add_bos=True, param="text")
-    else:
-        ids = checked_ids(served, prompt, param="input_ids")
     param = "text" if isinstance(prompt, str) else "input_ids"
-    budget = token_budget(served, len(ids), sampling.token_limit(), param=param)
-    stop_tokens = special_stops(served, sampling)
-    return [
-        ChoiceSpec(
-            prompt_index=index,
-            prompt_ids=tuple(ids),
-            sampling=sampling_params(
-                sampling,
-                max_tokens=budget,
-                min_tokens=sampling.min_new_tokens or 0,
-                logprobs=(body.top_logprobs_num or 0) if body.return_logprob else None,
-                defaults=served.defaults,
-                vocab_size=served.vocab_size,
-                extra_stop_ids=stop_tokens,
-                choice=choice,
-            ),
-            stop=sampling.stop,
-            include_stop=bool(sampling.include_stop_str_in_output or sampling.no_stop_trim),
-            stop_tokens=stop_tokens,
-        )
-        for choice in range(sampling.n or 1)
-    ]
+    grammar = await compile_grammar(served.grammars, sampling.grammar_source())
+    if isinstance(prompt, str):
+        ids = await encode_text(served, prompt, add_bos=True, param=param)
+    else:
+        ids = checked_ids(served, prompt, param=param)
+    return choice_specs(
+        served,
+        sampling,
+        ids,
+        prompt_index=index,
+        param=param,
+        count=sampling.n or 1,
+        max_tokens=sampling.token_limit(),
+        min_tokens=sampling.min_new_tokens,
+        logprobs=(body.top_logprobs_num or 0) if body.return_logprob else None,
+        include_stop=bool(sampling.no_stop_trim),
+        grammar=grammar,
+    )
 
 
 class _Answer:
@@ -134,22 +124,16 @@ class _Answer:
             return outputs[0]
         return GenerateResponse(outputs)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def chunks(self) -> AsyncGenerator[GenerateOutput, None]:
         texts = [""] * len(self._specs)
         tokens: list[list[TokenEvent]] = [[] for _ in self._specs]
-        try:
-            async for delta in self._generation.deltas():
-                texts[delta.index] += delta.text
-                tokens[delta.index] += delta.tokens
-                if delta.text or delta.finish is not None:
-                    output = self._output(
-                        delta.index, texts[delta.index], tokens[delta.index], delta.finish
-                    )
-                    yield sse.event(output)
-        except GenerationFailed as error:
-            yield sse.event(error_body(str(error), status=error.status, code=error.code))
-            return
-        yield sse.DONE
+        async for delta in self._generation.deltas():
+            texts[delta.index] += delta.text
+            tokens[delta.index] += delta.tokens
+            if delta.text or delta.finish is not None:
+                yield self._output(
+                    delta.index, texts[delta.index], tokens[delta.index], delta.finish
+                )
 
     def _output(
         self, index: int, text: str, tokens: Sequence[TokenEvent], finish: Finish | None

@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field, RootModel, model_validator
 
+from shark_llm.engine.guidance import GrammarSource
+from shark_llm.server.guidance import SchemaText
 from shark_llm.server.params import MAX_LOGPROBS, UNSUPPORTED, SamplingFields, Strict
 
 SAMPLING_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -38,6 +40,8 @@ class GenerateSampling(SamplingFields):
     max_tokens: int | None = Field(default=None, ge=0)
     min_new_tokens: int | None = Field(default=None, ge=0)
     no_stop_trim: bool | None = None
+    json_schema: SchemaText = None
+    regex: str | None = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> GenerateSampling:
@@ -46,7 +50,17 @@ class GenerateSampling(SamplingFields):
             raise ValueError(
                 "send one of max_new_tokens, max_completion_tokens and max_tokens, not several"
             )
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError("regex: cannot be combined with json_schema; send one of them")
         return self
+
+    def grammar_source(self) -> GrammarSource | None:
+        """What the text must match, or None."""
+        if self.json_schema is not None:
+            return GrammarSource(kind="json_schema", text=self.json_schema, param="json_schema")
+        if self.regex is not None:
+            return GrammarSource(kind="regex", text=self.regex, param="regex")
+        return None
 
     def token_limit(self) -> int | None:
         for limit in (self.max_new_tokens, self.max_completion_tokens, self.max_tokens):

@@ -60,12 +60,14 @@ class Generation:
         metrics: Metrics,
         max_backlog_tokens: int,
         request_timeout: float | None,
+        owner: str,
         on_close: Callable[[Generation], None],
     ) -> None:
         self.request_id = request_id
         self._specs = specs
         self._engine = engine
         self._metrics = metrics
+        self._owner = owner
         self._max_backlog = max_backlog_tokens
         self._loop = asyncio.get_running_loop()
         self._deadline = None if request_timeout is None else self._loop.time() + request_timeout
@@ -120,6 +122,7 @@ class Generation:
                 request_id=choice.engine_id,
                 prompt_ids=spec.prompt_ids,
                 sampling=spec.sampling,
+                owner=self._owner,
                 sink=sink,
             )
         )
@@ -169,7 +172,8 @@ class Generation:
                     yield delta
                 if isinstance(choice.text.terminal, ErrorEvent) and choice.text.finish is None:
                     error = choice.text.terminal
-                    raise GenerationFailed(error.message, error.code)
+                    status = 400 if error.code == "grammar_too_complex" else 500
+                    raise GenerationFailed(error.message, error.code, status)
             if self._overrun:
                 raise GenerationFailed(
                     f"the client reads too slowly: {self._max_backlog} tokens were waiting for it",

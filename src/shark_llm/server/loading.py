@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from shark_llm.artifacts.manifest import Manifest
+from shark_llm.engine.guidance import GrammarCompiler
 from shark_llm.engine.loop import Engine
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.errors import ArtifactError
@@ -45,6 +46,7 @@ def start_engine(
             read_json(directory / "generation_config.json")
         )
         notes += odd
+        grammars = _grammar_compiler(tokenizer, runner.vocab_size, manifest.eos_token_ids, notes)
         engine = Engine(runner, settings, eos_token_ids=manifest.eos_token_ids)
     except BaseException:
         runner.close()
@@ -58,6 +60,7 @@ def start_engine(
         max_model_len=engine.max_model_len,
         vocab_size=runner.vocab_size,
         defaults=defaults,
+        grammars=grammars,
     )
     pages = runner.num_pages - 1  # page 0 is scratch
     prefill, decode = (
@@ -69,6 +72,17 @@ def start_engine(
         f"kv_tokens={pages * runner.page_size} prefill_bs={prefill} decode_bs={decode}"
     )
     return Loaded(served=served, summary=summary)
+
+
+def _grammar_compiler(
+    tokenizer: PromptTokenizer, vocab_size: int, eos_token_ids: Collection[int], notes: list[str]
+) -> GrammarCompiler | None:
+    eos = [token for token in eos_token_ids if 0 <= token < vocab_size]
+    try:
+        return GrammarCompiler(tokenizer.raw, vocab_size=vocab_size, eos_token_ids=eos)
+    except ValueError as error:
+        notes.append(f"tokenizer.json: structured output is off, the library refuses it: {error}")
+        return None
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

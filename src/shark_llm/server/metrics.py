@@ -113,15 +113,15 @@ class _EngineCollector(Collector):
         if self.stats is None:
             return
         stats = self.stats()
-        in_use = stats.pages_total - stats.pages_free - stats.pages_evictable
-        usage = in_use / stats.pages_total if stats.pages_total else 0.0
         yield self._gauge(
             "engine_healthy", "1 while new requests are taken, else 0.", stats.healthy
         )
         yield self._gauge("num_requests_running", "Requests that hold pages.", stats.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
         yield self._gauge(
-            "kv_cache_usage_perc", "Share of the KV pages that running requests use, 0..1.", usage
+            "kv_cache_usage_perc",
+            "Share of the KV pages that running requests use, 0..1.",
+            stats.kv_cache_usage,
         )
         yield self._gauge(
             "kv_cache_cached_pages", "Pages held by the prefix cache.", stats.pages_cached

@@ -42,8 +42,9 @@ class Endpoint:
     handler: Handler
     summary: str
     request: type[BaseModel] | None = None
-    response: type[BaseModel] | None = None  # None: plain text
-    streams: bool = False
+    response: type[BaseModel] | None = None  # None: text of `media_type`
+    media_type: str = "text/plain"
+    chunk: type[BaseModel] | None = None  # of a stream's events, if it can stream
     path_params: tuple[str, ...] = ()
 
 
@@ -55,6 +56,8 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
             models.append((endpoint.request, "validation"))
         if endpoint.response is not None:
             models.append((endpoint.response, "serialization"))
+        if endpoint.chunk is not None:
+            models.append((endpoint.chunk, "serialization"))
     refs, definitions = models_json_schema(models, ref_template=_REF)
     paths: dict[str, Any] = {}
     for endpoint in endpoints:
@@ -73,17 +76,23 @@ def openapi_document(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint, refs: Any) -> dict[str, Any]:
-    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    content: dict[str, Any] = {endpoint.media_type: {"schema": {"type": "string"}}}
     if endpoint.response is not None:
         schema = refs[(endpoint.response, "serialization")]
         content = {"application/json": {"schema": schema}}
-    if endpoint.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
     operation: dict[str, Any] = {
         "operationId": endpoint.handler.__name__,  # type: ignore[attr-defined]
         "summary": endpoint.summary,
         "responses": {"200": {"description": "OK", "content": content}},
     }
+    if endpoint.chunk is not None:
+        # OpenAPI 3.1 has no word for the schema of an event.
+        content["text/event-stream"] = {}
+        chunk, error = (refs[(m, "serialization")]["$ref"] for m in (endpoint.chunk, ErrorResponse))
+        operation["description"] = (
+            "With `stream: true` the answer is server-sent events. The data of each is a "
+            f"`{chunk}`, an `{error}` that ends the stream, or `[DONE]` at its end."
+        )
     if endpoint.path == "/health":
         operation["responses"]["503"] = {"description": "Not ready", "content": content}
         return operation
@@ -97,7 +106,7 @@ def _operation(endpoint: Endpoint, refs: Any) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in endpoint.path_params
         ]
-    error = {"application/json": {"schema": refs[(ErrorResponse, "serialization")]}}
+    errors = {"application/json": {"schema": refs[(ErrorResponse, "serialization")]}}
     for status in _ERRORS if endpoint.request is not None else _GET_ERRORS:
-        operation["responses"][status] = {"description": _ERRORS[status], "content": error}
+        operation["responses"][status] = {"description": _ERRORS[status], "content": errors}
     return operation

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
+from shark_llm.engine.guidance import Grammar
 from shark_llm.engine.request import SamplingParams
 from shark_llm.errors import RequestError
 from shark_llm.server.errors import shorten
@@ -36,12 +37,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
     "guided_grammar": (),
+    "guided_json_object": (False,),
+    "guided_whitespace_pattern": (),
     "guided_decoding_backend": (),
-    "structured_outputs": (),
     "json_schema": (),
     "regex": (),
     "ebnf": (),
@@ -219,6 +218,7 @@ def sampling_params(
     defaults: SamplingDefaults,
     vocab_size: int,
     extra_stop_ids: Collection[int] = (),
+    grammar: Grammar | None = None,
     choice: int = 0,
 ) -> SamplingParams:
     """What the engine is told for choice number `choice` of one prompt.
@@ -263,6 +263,7 @@ def sampling_params(
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 

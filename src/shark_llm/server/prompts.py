@@ -13,14 +13,19 @@ from shark_llm.server.state import ServedModel
 _INLINE_CHARS = (
     2048  # some milliseconds; longer texts are tokenized on a thread, beside the streams
 )
+_PROBE_CHARS_PER_TOKEN = 8  # more than languages have; a text beyond that is looked at in parts
+_PROBE_GROWTH = 4
 
 
 async def encode_text(served: ServedModel, text: str, *, add_bos: bool, param: str) -> list[int]:
     """Ids of a raw text prompt.
 
     Raises:
-        RequestError: the prompt is empty, or uses a token that the model has no row for.
+        RequestError: the prompt is empty, far too long, or uses a token that the model has no row
+            for.
     """
+    if len(text) > _INLINE_CHARS:
+        await asyncio.to_thread(_check_length, served, text, param=param)
     return checked_ids(served, await encode_plain(served, text, add_bos=add_bos), param=param)
 
 
@@ -32,11 +37,32 @@ async def encode_plain(served: ServedModel, text: str, *, add_bos: bool) -> list
     return served.tokenizer.encode(text, add_bos=add_bos)
 
 
-async def encode_chat(served: ServedModel, fields: ChatFields) -> list[int]:
+def _check_length(served: ServedModel, text: str, *, param: str) -> None:
+    """Refuse a text whose beginning alone has more tokens than the context, before megabytes of it
+    are tokenized, at seconds each.
+
+    The parts grow, so that they cost no more than a third of the whole. A cut may part a token or
+    two; a quarter more than the context is no matter of those.
+    """
+    context = served.max_model_len
+    size = context * _PROBE_CHARS_PER_TOKEN
+    while size < len(text):
+        count = len(served.tokenizer.encode(text[:size], add_bos=False))
+        if count > context + context // 4 + 64:
+            raise _no_room(context, f"at least {count}", param=param)
+        size *= _PROBE_GROWTH
+
+
+async def encode_chat(
+    served: ServedModel, fields: ChatFields, *, any_length: bool = False
+) -> list[int]:
     """Ids of a conversation, through the model's chat template.
 
+    `any_length`: also of one that is far too long to be answered.
+
     Raises:
-        RequestError: there is no template, it refuses the messages, or the result is empty.
+        RequestError: there is no template, it refuses the messages, or the result is empty or far
+            too long.
     """
     template = served.chat_template
     if template is None:
@@ -55,6 +81,8 @@ async def encode_chat(served: ServedModel, fields: ChatFields) -> list[int]:
             add_generation_prompt=fields.add_generation_prompt is not False,
             template_kwargs=fields.chat_template_kwargs,
         )
+        if not any_length:
+            _check_length(served, text, param="messages")
         return served.tokenizer.encode_chat(text)
 
     # Always on a thread: how long a template takes cannot be told from the size of the messages.
@@ -89,12 +117,7 @@ def token_budget(served: ServedModel, prompt_tokens: int, limit: int | None, *, 
     if limit == 0 and prompt_tokens <= context:
         return 0
     if prompt_tokens >= context:
-        raise RequestError(
-            f"{param}: the context length of this model is {context} tokens and the prompt has "
-            f"{prompt_tokens}, which leaves no room to answer; shorten the prompt",
-            param=param,
-            code="context_length_exceeded",
-        )
+        raise _no_room(context, str(prompt_tokens), param=param)
     rest = context - prompt_tokens
     if limit is None:
         return rest
@@ -107,6 +130,15 @@ def token_budget(served: ServedModel, prompt_tokens: int, limit: int | None, *, 
             code="context_length_exceeded",
         )
     return limit
+
+
+def _no_room(context: int, prompt_tokens: str, *, param: str) -> RequestError:
+    return RequestError(
+        f"{param}: the context length of this model is {context} tokens and the prompt has "
+        f"{prompt_tokens}, which leaves no room to answer; shorten the prompt",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def special_stops(served: ServedModel, fields: SamplingFields) -> dict[int, str]:

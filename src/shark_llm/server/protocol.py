@@ -9,7 +9,15 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import from_json
 
 from shark_llm.server.errors import shorten
-from shark_llm.server.params import MAX_LOGPROBS, UNSUPPORTED, SamplingFields, Strict
+from shark_llm.server.guidance import GuidedFields
+from shark_llm.server.params import (
+    MAX_LOGPROBS,
+    MAX_N,
+    UNSUPPORTED,
+    SamplingFields,
+    Strict,
+    check_unsupported,
+)
 
 CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
@@ -84,11 +92,7 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
-class ResponseFormat(Strict):
-    type: str
-
-
-class GenerationRequest(SamplingFields):
+class GenerationRequest(SamplingFields, GuidedFields):
     """What both OpenAI endpoints take beyond sampling."""
 
     model: str | None = None
@@ -97,8 +101,7 @@ class GenerationRequest(SamplingFields):
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)
     min_tokens: int | None = Field(default=None, ge=0)
-    best_of: int | None = Field(default=None, ge=1)
-    response_format: ResponseFormat | None = None
+    best_of: int | None = Field(default=None, ge=1, le=MAX_N)
     user: str | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
@@ -124,6 +127,15 @@ class GenerationRequest(SamplingFields):
         """What the client calls this request, for /abort."""
         return () if self.request_id is None else (self.request_id,)
 
+    def check_stream_options(self) -> None:
+        """Refuse what is not done while streaming.
+
+        Raises:
+            RequestError: 400 `unsupported_parameter`.
+        """
+        if self.stream_options is not None:
+            check_unsupported(self.stream_options.model_extra or {}, STREAM_OPTIONS_UNSUPPORTED)
+
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -135,6 +147,27 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _best_of_combinations(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < self.choices_per_prompt():
+            raise ValueError(
+                f"best_of: is {self.best_of}, less than n = {self.choices_per_prompt()}; "
+                "raise it or lower n"
+            )
+        if self.chooses_best() and self.stream:
+            raise ValueError(
+                f"best_of: is {self.best_of} and n is {self.choices_per_prompt()}, but what is "
+                "best is known only at the end; leave out stream or best_of"
+            )
+        return self
+
+    def candidates_per_prompt(self) -> int:
+        """How many choices are generated; the best `n` of them are returned."""
+        return self.best_of or self.choices_per_prompt()
+
+    def chooses_best(self) -> bool:
+        return self.candidates_per_prompt() > self.choices_per_prompt()
 
 
 def _content(value: object) -> object:

@@ -18,6 +18,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()  # empty = open to everybody
     cors_allow_origins: tuple[str, ...] = ()  # empty = no CORS headers
     max_body_bytes: int = 16 * 1024 * 1024
+    max_concurrent_requests: int = 2048  # HTTP requests that are open at once
     max_choices: int = 1024  # prompts x n of one call
     max_backlog_tokens: int = 8192  # tokens kept for a reader that stalls, per choice
     request_timeout: float | None = None  # None = as long as it takes

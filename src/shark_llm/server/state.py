@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from shark_llm.engine.guidance import GrammarCompiler
 from shark_llm.engine.request import Request
 from shark_llm.engine.stats import EngineStats
 from shark_llm.errors import RequestError
@@ -56,6 +57,8 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     defaults: SamplingDefaults
+    grammars: GrammarCompiler | None
+    """None: the tokenizer is of a kind that structured output cannot be made with."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 

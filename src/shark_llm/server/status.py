@@ -56,7 +56,7 @@ class AbortResponse(BaseModel):
 async def health(context: Context, request: Request) -> Response:
     """Whether a token can be made now: 200 or 503."""
     state = context.state
-    status = _status(state)
+    status = status_of(state)
     body = Health(status=status, phase=state.detail, percent=state.percent)
     return Response(
         body.model_dump_json(exclude_none=True),
@@ -96,7 +96,8 @@ async def abort(context: Context, request: Request) -> Response:
     return Response(AbortResponse(aborted=aborted).model_dump_json(), media_type="application/json")
 
 
-def _status(state: ServerState) -> Status:
+def status_of(state: ServerState) -> Status:
+    """What /health says."""
     if state.phase != "ready":
         return state.phase
     # Asked now, not remembered: between its death and the watcher's next look nobody is told "ok".

@@ -46,6 +46,7 @@ class Finish:
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     stop_token_id: int | None = None
+    stop_logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,10 @@ class TextStream:
             if isinstance(stop_reason, str) and self.spec.include_stop:
                 self._add(stop_reason)
         self.finish = Finish(
-            finish_reason=event.finish_reason, stop_reason=stop_reason, stop_token_id=token
+            finish_reason=event.finish_reason,
+            stop_reason=stop_reason,
+            stop_token_id=token,
+            stop_logprobs=event.stop_logprobs,
         )
 
     def _add(self, text: str) -> None:

@@ -53,7 +53,7 @@ async def tokenize(context: Context, request: Request) -> Response:
         add_bos = body.add_special_tokens is not False
         ids = await encode_plain(served, body.prompt, add_bos=add_bos)
     else:
-        ids = await encode_chat(served, body)
+        ids = await encode_chat(served, body, any_length=True)
 
     def write() -> str:
         answer = TokenizeResponse(count=len(ids), max_model_len=served.max_model_len, tokens=ids)
