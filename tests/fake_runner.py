@@ -61,6 +61,7 @@ class FakeRunner:
         self.record = record
         self.calls: list[tuple[Phase, tuple[Row, ...]]] = []
         self.num_calls = 0
+        self.device_seconds = 0.0
         self.closed = False
         self._busy = False
         self._store = np.full((num_pages, page_size), POISON, np.int64)
@@ -75,9 +76,11 @@ class FakeRunner:
         assert not self.closed, "forward after close"
         assert not self._busy, "two callers at once"
         self._busy = True
+        began = time.perf_counter()
         try:
             return self._forward(phase, rows)
         finally:
+            self.device_seconds += time.perf_counter() - began
             self._busy = False
 
     def close(self) -> None:

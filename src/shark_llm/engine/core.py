@@ -82,7 +82,7 @@ class EngineCore:
         self._generation_tokens = 0
         self._steps = 0
         self._step_seconds = 0.0
-        self._forward_seconds = 0.0
+        self._step_ended: float | None = None
         self._batches: dict[Phase, Counter[int]] = {"prefill": Counter(), "decode": Counter()}
 
     @property
@@ -91,6 +91,8 @@ class EngineCore:
 
     def add(self, request: Request, *, submitted: float | None = None) -> None:
         """Take a request in, checked by `check_request`. `submitted` is a `time.monotonic`."""
+        if not self.has_requests:
+            self._step_ended = None  # the device did not wait: there was nothing to run
         params = request.sampling
         state = RequestState(
             request,
@@ -136,7 +138,9 @@ class EngineCore:
 
     def step(self) -> None:
         """Run one step: every running request that has a row gets it computed, or an error."""
-        began = time.perf_counter()
+        # What lies between two steps of a busy engine is time in which the device waits, too.
+        began = time.perf_counter() if self._step_ended is None else self._step_ended
+        self._step_ended = None
         for state in self._deaf:
             if self._states.get(state.request.request_id) is state:
                 self._fail(state, SINK_FAILED.message, SINK_FAILED.code)
@@ -159,7 +163,10 @@ class EngineCore:
         self._check_ownership()
         if not self.has_requests:
             self.flush()  # no device run follows to send beside
-        self._step_seconds += time.perf_counter() - began
+        ended = time.perf_counter()
+        self._step_seconds += ended - began
+        if self.has_requests:
+            self._step_ended = ended
 
     def flush(self) -> None:
         """Send the events that wait."""
@@ -203,7 +210,7 @@ class EngineCore:
             forward_failures=self._num_failures,
             steps=self._steps,
             step_seconds=self._step_seconds,
-            forward_seconds=self._forward_seconds,
+            forward_seconds=self.runner.device_seconds,
             decode_batches=dict(self._batches["decode"]),
             prefill_batches=dict(self._batches["prefill"]),
         )
@@ -227,14 +234,11 @@ class EngineCore:
         ]
         self._batches[phase][len(rows)] += 1
         self.flush()
-        began = time.perf_counter()
         try:
             logits = self.runner.forward(phase, rows)
         except Exception as error:
             self._forward_failed(group, error)
             return
-        finally:
-            self._forward_seconds += time.perf_counter() - began
         self._failures_in_a_row = 0
         best, finite = best_tokens(logits)
         for i, row in enumerate(group):
