@@ -87,15 +87,21 @@ class Server:
 
 
 def ours(
-    bundle: Path, *, device: str, cpus: Sequence[int], kv_cache_tokens: int, max_num_seqs: int
+    bundle: Path,
+    *,
+    device: str,
+    cpus: Sequence[int],
+    kv_cache_tokens: int,
+    max_num_seqs: int,
+    flags: Sequence[str] = (),
 ) -> Server:
-    """shark-serve with the defaults of its engine but for the sizes given."""
+    """shark-serve with the defaults of its engine but for the sizes given, and `flags`."""
     port = free_port()
     program = str(Path(sys.executable).with_name("shark-serve"))
     command = [program, "--artifacts-dir", str(bundle), "--device", device]
     command += ["--port", str(port), "--max-num-seqs", str(max_num_seqs)]
     command += ["--kv-cache-tokens", str(kv_cache_tokens), "--log-level", "warning"]
-    return Server(OURS, command, port=port, cpus=cpus)
+    return Server(OURS, [*command, *flags], port=port, cpus=cpus)
 
 
 def theirs(
