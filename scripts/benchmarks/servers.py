@@ -62,6 +62,15 @@ class Server:
         after_name = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(after_name[11]) + int(after_name[12])) / _TICK
 
+    def metrics(self) -> dict[str, float]:
+        """GET /metrics; see `parse_metrics`."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
+        try:
+            connection.request("GET", "/metrics")
+            return parse_metrics(connection.getresponse().read().decode())
+        finally:
+            connection.close()
+
     def memory_mib(self) -> float:
         """Resident now, mapped parameters included."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
@@ -113,6 +122,14 @@ def theirs(
     command += ["--threads", threads, "--threads-batch", threads, "--no-webui"]
     command += ["--parallel", str(max_num_seqs), "--ctx-size", str(kv_cache_tokens), "--kv-unified"]
     return Server(PEER, command, port=port, cpus=cpus)
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus' text form: values by name, those of several labels added up."""
+    values: dict[str, float] = {}
+    for name, value in re.findall(r"^(\w+)(?:{[^}]*})? (\S+)$", text, re.MULTILINE):
+        values[name] = values.get(name, 0.0) + float(value)
+    return values
 
 
 def free_port() -> int:

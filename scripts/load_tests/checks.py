@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
+
+from benchmarks.servers import parse_metrics
 
 from load_tests.client import Address, Reply, get
 
@@ -42,10 +43,7 @@ def check_failed(reply: Reply, what: str) -> None:
 async def metrics(address: Address) -> dict[str, float]:
     """The server's metrics by name, those of several labels added up."""
     _, text = await get(address, "/metrics")
-    values: dict[str, float] = {}
-    for name, value in re.findall(r"^(\w+)(?:{[^}]*})? (\S+)$", text, re.MULTILINE):
-        values[name] = values.get(name, 0.0) + float(value)
-    return values
+    return parse_metrics(text)
 
 
 async def check_idle(address: Address) -> dict[str, float]:

@@ -34,7 +34,8 @@ from shark_llm.server.responses import (
     Usage,
 )
 from shark_llm.server.state import ServedModel
-from shark_llm.server.text_stream import ChoiceSpec
+from shark_llm.server.text_stream import ChoiceSpec, Finish
+from shark_llm.server.token_ids import token_ids
 
 
 async def chat_completions(context: Context, request: Request) -> Response:
@@ -117,6 +118,7 @@ class _Answer:
                 logprobs=self._logprobs(done.tokens),
                 finish_reason=done.finish.finish_reason,
                 stop_reason=done.finish.stop_reason,
+                token_ids=self._ids(done.tokens, done.finish),
             )
             for done in await self._generation.collect()
         ]
@@ -126,21 +128,26 @@ class _Answer:
             model=self._served.name,
             choices=choices,
             usage=self._generation.usage(),
+            prompt_token_ids=self._prompt_ids(),
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         try:
             for index in range(self._body.choices_per_prompt()):
                 role = ChatDelta(role="assistant", content="")
-                yield sse.event(self._chunk([ChatChunkChoice(index=index, delta=role)]))
+                chunk = self._chunk([ChatChunkChoice(index=index, delta=role)])
+                chunk.prompt_token_ids = self._prompt_ids()
+                yield sse.event(chunk)
             async for delta in self._generation.deltas():
                 logprobs = self._logprobs(delta.tokens) if delta.tokens else None
-                if not delta.text and delta.finish is None and logprobs is None:
+                ids = self._ids(delta.tokens, delta.finish)
+                if not (delta.text or delta.finish or logprobs or ids):
                     continue  # tokens whose text is not final yet
                 choice = ChatChunkChoice(
                     index=delta.index,
                     delta=ChatDelta(content=delta.text or None),
                     logprobs=logprobs,
+                    token_ids=ids,
                 )
                 if delta.finish is not None:
                     choice.finish_reason = delta.finish.finish_reason
@@ -152,6 +159,12 @@ class _Answer:
             yield sse.event(error_body(str(error), status=error.status, code=error.code))
             return
         yield sse.DONE
+
+    def _ids(self, tokens: Sequence[TokenEvent], finish: Finish | None) -> list[int] | None:
+        return token_ids(tokens, finish) if self._body.return_token_ids else None
+
+    def _prompt_ids(self) -> list[int] | None:
+        return list(self._generation.prompt_ids(0)) if self._body.return_token_ids else None
 
     def _logprobs(self, tokens: Sequence[TokenEvent]) -> ChatLogprobs | None:
         return chat_logprobs(self._served.tokenizer, tokens) if self._body.logprobs else None

@@ -101,6 +101,7 @@ class GenerationRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     user: str | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    return_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _combinations(self) -> GenerationRequest:
