@@ -62,15 +62,6 @@ class Server:
         after_name = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(after_name[11]) + int(after_name[12])) / _TICK
 
-    def metrics(self) -> dict[str, float]:
-        """GET /metrics; see `parse_metrics`."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
-        try:
-            connection.request("GET", "/metrics")
-            return parse_metrics(connection.getresponse().read().decode())
-        finally:
-            connection.close()
-
     def memory_mib(self) -> float:
         """Resident now, mapped parameters included."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
@@ -122,6 +113,16 @@ def theirs(
     command += ["--threads", threads, "--threads-batch", threads, "--no-webui"]
     command += ["--parallel", str(max_num_seqs), "--ctx-size", str(kv_cache_tokens), "--kv-unified"]
     return Server(PEER, command, port=port, cpus=cpus)
+
+
+def metrics(port: int) -> dict[str, float]:
+    """GET /metrics of one of our servers; see `parse_metrics`."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=5)
+    try:
+        connection.request("GET", "/metrics")
+        return parse_metrics(connection.getresponse().read().decode())
+    finally:
+        connection.close()
 
 
 def parse_metrics(text: str) -> dict[str, float]:

@@ -166,7 +166,7 @@ def load_round(server: Server, asked: load.Load, cpus: Sequence[int]) -> LoadRou
     allowed = os.sched_getaffinity(0)
     with on_cpus(allowed - set(cpus) or allowed):
         busy, own, spent = timing.machine_busy_seconds(), time.process_time(), server.cpu_seconds()
-        before = server.metrics() if server.side == OURS else {}
+        before = servers.metrics(server.port) if server.side == OURS else {}
         answers, seconds = load.run(servers.HOST, server.port, asked)
         spent = server.cpu_seconds() - spent
         others = timing.machine_busy_seconds() - busy - spent - (time.process_time() - own)
@@ -181,11 +181,11 @@ def load_round(server: Server, asked: load.Load, cpus: Sequence[int]) -> LoadRou
         server_cpu_s=round(spent, 2),
         others=round(min(1.0, max(0.0, others / seconds / (os.cpu_count() or 1))), 3),
         load=round(os.getloadavg()[0], 2),
-        device_wait=_device_wait(before, server.metrics()) if before else None,
+        device_wait=device_wait(before, servers.metrics(server.port)) if before else None,
     )
 
 
-def _device_wait(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+def device_wait(before: Mapping[str, float], after: Mapping[str, float]) -> float:
     """Between two looks at our metrics."""
     step, forward = (
         after[name] - before[name]

@@ -67,7 +67,7 @@ def arrival(setup: steps.Setup, asked: Arrival, cores: Sequence[int]) -> list[Ti
         with _running(setup, forms, machine.choose_cpus(count), asked.streams + 1, tokens) as found:
             for number in range(-1, setup.rounds):  # the first round warms up
                 for name, server in found.items():
-                    sample = asyncio.run(_arrive(server.port, asked, manifest.vocab_size, number))
+                    sample = asyncio.run(arrive(server.port, asked, manifest.vocab_size, number))
                     if number >= 0:
                         _add(values[name], sample)
         timings += [Timing(name=name, cores=count, values=v) for name, v in values.items()]
@@ -101,9 +101,9 @@ def _prefix_case(
 ) -> list[Timing]:
     values: dict[str, dict[str, list[float]]] = {name: {} for name in found}
     for number in range(-1, setup.rounds):
-        bodies = list(_prefix_bodies(asked, manifest.vocab_size, seed=1000 * streams + number))
+        bodies = list(prefix_bodies(asked, manifest.vocab_size, seed=1000 * streams + number))
         for name, server in found.items():
-            sample = _prefix_round(server, bodies, streams)
+            sample = prefix_round(server.port, bodies, streams)
             if number >= 0:
                 _add(values[name], sample)
     on, off = (values[name]["ttft_p50_ms"] for name in ("cache on", "cache off"))
@@ -116,7 +116,7 @@ def _prefix_case(
     ]
 
 
-def _prefix_bodies(asked: Prefix, vocab_size: int, *, seed: int) -> Iterator[bytes]:
+def prefix_bodies(asked: Prefix, vocab_size: int, *, seed: int) -> Iterator[bytes]:
     """Each round has a beginning of its own, so that the round before cannot help."""
     source = random.Random(seed)
     ordinary = range(load.FIRST_ORDINARY_TOKEN, vocab_size)
@@ -126,10 +126,11 @@ def _prefix_bodies(asked: Prefix, vocab_size: int, *, seed: int) -> Iterator[byt
         yield load.completion_body(common + own, asked.max_tokens)
 
 
-def _prefix_round(server: Server, bodies: Sequence[bytes], streams: int) -> dict[str, float]:
-    before = server.metrics()
-    answers = asyncio.run(_ask_all(server.port, bodies, streams))
-    after = server.metrics()
+def prefix_round(port: int, bodies: Sequence[bytes], streams: int) -> dict[str, float]:
+    """All of them, so many at a time: times to first tokens, and what the cache had of them."""
+    before = servers.metrics(port)
+    answers = asyncio.run(_ask_all(port, bodies, streams))
+    after = servers.metrics(port)
     hits, queries = (
         after[f"shark_prefix_cache_{name}_total"] - before[f"shark_prefix_cache_{name}_total"]
         for name in ("hits", "queries")
@@ -155,7 +156,8 @@ async def _ask_all(port: int, bodies: Sequence[bytes], streams: int) -> list[loa
     return answers
 
 
-async def _arrive(port: int, asked: Arrival, vocab_size: int, seed: int) -> dict[str, float]:
+async def arrive(port: int, asked: Arrival, vocab_size: int, seed: int) -> dict[str, float]:
+    """One arrival: its time to the first token, and the longest gap of the others meanwhile."""
     source = random.Random(seed)
     ordinary = range(load.FIRST_ORDINARY_TOKEN, vocab_size)
     times: list[list[float]] = [[] for _ in range(asked.streams)]
