@@ -107,7 +107,7 @@ def aiperf(served: Served) -> str:
         command += ["--tokenizer", str(served.bundle), "--concurrency", "4"]
         command += ["--request-count", "8", "--synthetic-input-tokens-mean", "64"]
         command += ["--output-tokens-mean", "16", "--artifact-dir", room]
-        _run(command)
+        _run(command, offline=False)  # offline, it takes no directory for a tokenizer
         (report,) = Path(room).rglob("profile_export_aiperf.json")
         found = json.loads(report.read_text())
     if found.get("error_request_count") or found["request_count"]["avg"] != 8:
@@ -121,7 +121,7 @@ def lm_eval(served: Served) -> str:
     if not (checkpoint / "config.json").exists():
         demo_model.fetch()
         export_hf(open_checkpoint(demo_model.MODEL), checkpoint, dtype=torch.bfloat16)
-    reference = _scores("hf", f"pretrained={checkpoint},dtype=float32,device=cpu")
+    reference = _scores("hf", f"pretrained={checkpoint},dtype=float32", "--device", "cpu")
     found = _scores(
         "local-completions",
         f"model={served.model},base_url={served.url}/v1/completions,tokenizer={served.bundle},"
@@ -142,12 +142,12 @@ CLIENTS: Mapping[str, Callable[[Served], str]] = {
 }
 
 
-def _scores(model: str, arguments: str) -> dict[str, float]:
+def _scores(model: str, arguments: str, *more: str) -> dict[str, float]:
     """acc and acc_norm of the task."""
     with tempfile.TemporaryDirectory() as room:
         command = [_program("lm_eval"), "run", "--model", model, "--model_args", arguments]
         command += ["--tasks", "facts", "--include_path", str(TASK), "--batch_size", "1"]
-        command += ["--output_path", room]
+        command += ["--output_path", room, *more]
         _run(command)
         (report,) = Path(room).rglob("results_*.json")
         found = json.loads(report.read_text())["results"]["facts"]
@@ -158,9 +158,10 @@ def _program(client: str) -> str:
     return str(python_of(client).with_name(client))
 
 
-def _run(command: Sequence[str]) -> str:
-    """The standard output of a client."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | OFFLINE
+def _run(command: Sequence[str], *, offline: bool = True) -> str:
+    """The standard output of a client. `offline` tells it not to ask the hub for anything."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", *OFFLINE)}
+    environment |= OFFLINE if offline else {}
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT

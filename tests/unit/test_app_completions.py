@@ -368,3 +368,33 @@ def test_token_ids_of_a_chat(stream: bool) -> None:
         assert ids == [*server.tokenizer.raw.encode("a삼b", add_special_tokens=False).ids, EOS]
         (prompt,) = [p["prompt_token_ids"] for p in parts if p["prompt_token_ids"]]
         assert server.tokenizer.decode(prompt).endswith("assistant\n")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_in_every_chunk(path: str) -> None:
+    """guidellm asks for continuous_usage_stats: each chunk has the counts of its choice so far."""
+    with fake_server({"p": "x" * 9, chat_prompt("p"): "x" * 9}) as server:
+        asked = {"prompt": "p"} if "chat" not in path else {"messages": [_user("p")]}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        parts = server.stream(path, {**asked, "n": 2, "stream_options": options})
+    for index in range(2):
+        mine = [p["usage"] for p in parts if p["choices"] and p["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in mine]
+        assert counts == sorted(counts)
+        assert counts[-1] == 10, "nine and the EOS"
+        assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in mine)
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"]["completion_tokens"] == 20
+
+
+def test_usage_in_every_chunk_needs_usage(server: FakeServer) -> None:
+    body = {"prompt": "alphabet:", "stream": True}
+    answer = server.post(
+        "/v1/completions", body | {"stream_options": {"continuous_usage_stats": True}}
+    )
+    assert answer.status_code == 400
+    assert "only allowed when include_usage is true" in answer.json()["error"]["message"]
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}

@@ -135,7 +135,8 @@ class _Answer:
         try:
             for index in range(self._body.choices_per_prompt()):
                 role = ChatDelta(role="assistant", content="")
-                chunk = self._chunk([ChatChunkChoice(index=index, delta=role)])
+                choice = ChatChunkChoice(index=index, delta=role)
+                chunk = self._chunk([choice], self._usage_so_far(index))
                 chunk.prompt_token_ids = self._prompt_ids()
                 yield sse.event(chunk)
             async for delta in self._generation.deltas():
@@ -152,13 +153,16 @@ class _Answer:
                 if delta.finish is not None:
                     choice.finish_reason = delta.finish.finish_reason
                     choice.stop_reason = delta.finish.stop_reason
-                yield sse.event(self._chunk([choice]))
+                yield sse.event(self._chunk([choice], self._usage_so_far(delta.index)))
             if self._body.wants_usage_chunk():
                 yield sse.event(self._chunk([], self._generation.usage()))
         except GenerationFailed as error:
             yield sse.event(error_body(str(error), status=error.status, code=error.code))
             return
         yield sse.DONE
+
+    def _usage_so_far(self, index: int) -> Usage | None:
+        return self._generation.usage_of(index) if self._body.wants_usage_always() else None
 
     def _ids(self, tokens: Sequence[TokenEvent], finish: Finish | None) -> list[int] | None:
         return token_ids(tokens, finish) if self._body.return_token_ids else None

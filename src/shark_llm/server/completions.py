@@ -19,7 +19,6 @@ from shark_llm.server.logprobs import CompletionLogprobsWriter, joined
 from shark_llm.server.params import UNSUPPORTED, check_unsupported, sampling_params
 from shark_llm.server.prompts import checked_ids, encode_text, special_stops, token_budget
 from shark_llm.server.protocol import (
-    STREAM_OPTIONS_UNSUPPORTED,
     CompletionRequest,
     GenerationRequest,
 )
@@ -70,8 +69,6 @@ def check_generation_request(body: GenerationRequest) -> None:
             param="best_of",
             code="unsupported_parameter",
         )
-    if body.stream_options is not None:
-        check_unsupported(body.stream_options.model_extra or {}, STREAM_OPTIONS_UNSUPPORTED)
 
 
 def check_num_choices(prompts: int, per_prompt: int, limit: int) -> None:
@@ -182,7 +179,7 @@ class _Answer:
                 for index, echo in enumerate(echoes):
                     if echo:
                         choice = CompletionChoice(index=index, text=echo)
-                        yield sse.event(self._response([choice]))
+                        yield sse.event(self._response([choice], self._usage_so_far(index)))
                 echoes = [""] * len(echoes)
             async for delta in self._generation.deltas():
                 logprobs = self._logprobs(delta.index, delta.tokens, delta.prompt_logprobs)
@@ -199,13 +196,16 @@ class _Answer:
                 if delta.finish is not None:
                     choice.finish_reason = delta.finish.finish_reason
                     choice.stop_reason = delta.finish.stop_reason
-                yield sse.event(self._response([choice]))
+                yield sse.event(self._response([choice], self._usage_so_far(delta.index)))
             if self._body.wants_usage_chunk():
                 yield sse.event(self._response([], self._generation.usage()))
         except GenerationFailed as error:
             yield sse.event(error_body(str(error), status=error.status, code=error.code))
             return
         yield sse.DONE
+
+    def _usage_so_far(self, index: int) -> Usage | None:
+        return self._generation.usage_of(index) if self._body.wants_usage_always() else None
 
     def _ids(self, tokens: Sequence[TokenEvent], finish: Finish | None) -> list[int] | None:
         return token_ids(tokens, finish) if self._body.return_token_ids else None

@@ -27,7 +27,6 @@ CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "store": (False,),
 }
-STREAM_OPTIONS_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,)}
 
 _INTEGER_LIST = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -82,6 +81,13 @@ Prompts = Annotated[
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    @model_validator(mode="after")
+    def _usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats: only allowed when include_usage is true")
+        return self
 
 
 class ResponseFormat(Strict):
@@ -127,6 +133,10 @@ class GenerationRequest(SamplingFields):
 
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def wants_usage_always(self) -> bool:
+        """Every chunk of a stream tells the counts of its choice so far, as vLLM has it."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerationRequest):
