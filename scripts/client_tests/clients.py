@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import model as demo_model  # scripts/model.py: fetches the model that everything here uses
 import torch
-from benchmarks.peers import demo_model
 
 from client_tests.environments import CACHE, ROOT, python_of
 from shark_llm.checkpoint.export_hf import export_hf
