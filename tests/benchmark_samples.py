@@ -10,7 +10,19 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import builds, load, page, results, steps, tables, timing, worker  # noqa: E402
+from benchmarks import (  # noqa: E402
+    builds,
+    load,
+    page,
+    results,
+    servers,
+    serving,
+    sharing,
+    steps,
+    tables,
+    timing,
+    worker,
+)
 from benchmarks.results import (  # noqa: E402
     OURS,
     PEER,
@@ -32,6 +44,9 @@ __all__ = [
     "load",
     "page",
     "results",
+    "servers",
+    "serving",
+    "sharing",
     "steps",
     "tables",
     "timing",
@@ -61,7 +76,14 @@ def a_case(
     return StepCase.model_validate({**fields, "bytes_read": 10**9, "series": series})
 
 
-def a_load(*, tokens: int, seconds: float, gap_ms: float = 10.0, others: float = 0.01) -> LoadRound:
+def a_load(
+    *,
+    tokens: int,
+    seconds: float,
+    gap_ms: float = 10.0,
+    others: float = 0.01,
+    device_wait: float | None = None,
+) -> LoadRound:
     return LoadRound(
         output_tokens=tokens,
         wall_s=seconds,
@@ -72,18 +94,28 @@ def a_load(*, tokens: int, seconds: float, gap_ms: float = 10.0, others: float =
         server_cpu_s=seconds,
         others=others,
         load=0.5,
+        device_wait=device_wait,
     )
 
 
 def a_serve_case(
-    ours: list[LoadRound], module: list[StepCase], peer: list[LoadRound] | None = None
+    ours: list[LoadRound],
+    module: list[StepCase],
+    peer: list[LoadRound] | None = None,
+    *,
+    concurrency: int = 8,
 ) -> ServeCase:
-    """Eight streams of 128+64 tokens on one core."""
+    """Streams of 128+64 tokens on one core."""
     series = [LoadSeries(side=OURS, rounds=ours)]
     if peer is not None:
         series.append(LoadSeries(side=PEER, rounds=peer))
     return ServeCase(
-        cores=1, concurrency=8, prompt_tokens=128, max_tokens=64, series=series, module=module
+        cores=1,
+        concurrency=concurrency,
+        prompt_tokens=128,
+        max_tokens=64,
+        series=series,
+        module=module,
     )
 
 

@@ -69,6 +69,7 @@ class FakeRunner:
         self.calls: list[tuple[Phase, tuple[Row, ...]]] = []
         self.num_calls = 0
         self.num_reads = 0
+        self.device_seconds = 0.0
         self.closed = False
         self._busy = False
         self._store = np.full((num_pages, page_size), POISON, np.int64)
@@ -83,9 +84,11 @@ class FakeRunner:
         assert not self.closed, "run after close"
         assert not self._busy, "two callers at once"
         self._busy = True
+        began = time.perf_counter()
         try:
             logits = self._forward(phase, rows)
         finally:
+            self.device_seconds += time.perf_counter() - began
             self._busy = False
         return self.output(logits)
 

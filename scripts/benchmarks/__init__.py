@@ -3,6 +3,7 @@
 __main__       the command line
 steps          decode, prefill and context: one step of a loaded model, side by side
 serving, load  serve and start: real servers under a closed-loop load
+sharing        arrival and prefix: chunked prefill and the prefix cache, with and without
 builds         what a build takes
 shark_worker, llama_worker, stream_worker
                the sides, each a process of its own on given cores, told by `worker` what to run

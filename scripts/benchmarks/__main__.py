@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import builds, machine, page, peers, results, serving, steps, tables
+from benchmarks import builds, machine, page, peers, results, serving, sharing, steps, tables
 from benchmarks.load import LoadError
 from benchmarks.peers import PeerError
-from benchmarks.results import BENCHMARKS, Result
+from benchmarks.results import BENCHMARKS, Result, Timing
 from benchmarks.servers import ServerError
 from benchmarks.steps import Setup, Shape
 from benchmarks.worker import WorkerError
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_options(command: argparse.ArgumentParser, name: str) -> None:
     add = command.add_argument
-    rounds = {"serve": 3, "start": 5, "build": 1}.get(name, 7)
+    rounds = {"serve": 3, "arrival": 5, "prefix": 3, "start": 5, "build": 1}.get(name, 7)
     _add_common(command, rounds=rounds)
     if name != "build":
         add("--bundle", type=Path, help="a bundle to measure instead of building one")
@@ -61,10 +61,21 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         add("--context", type=_positive, nargs="+", default=[128, 1024, 4000])
         add("--batch", type=_positive, nargs="+", default=[1])
     if name == "serve":
-        add("--concurrency", type=_positive, nargs="+", default=[1, 4, 8], help="streams")
+        add("--concurrency", type=_positive, nargs="+", default=[1, 4, 8, 16], help="streams")
         add("--prompt-tokens", type=_positive, default=128)
         add("--max-tokens", type=_positive, default=64)
         add("--per-stream", type=_positive, default=2, help="requests of a stream in a round")
+    if name == "arrival":
+        add("--streams", type=_positive, default=8, help="that decode when the prompt arrives")
+        add("--stream-prompt-tokens", type=_positive, default=128)
+        add("--prompt-tokens", type=_positive, default=1024, help="of the one that arrives")
+        add("--chunk", type=_positive, default=128, help="token budget of a step, with chunks")
+    if name == "prefix":
+        add("--prompts", type=_positive, default=16)
+        add("--common-tokens", type=_positive, default=512, help="the same in all prompts")
+        add("--own-tokens", type=_positive, default=32, help="different in each")
+        add("--max-tokens", type=_positive, default=8)
+        add("--concurrency", type=_positive, nargs="+", default=[1, 4], help="streams")
     if name in ("serve", "start"):
         add("--llama-server", action="store_true", help="also measure llama-server (builds it)")
 
@@ -100,6 +111,8 @@ def measure(options: argparse.Namespace, command: str) -> Path:
         )
         if options.benchmark in ("serve", "start"):
             extra = _measure_servers(setup, options)
+        elif options.benchmark in ("arrival", "prefix"):
+            extra = {"timings": _measure_sharing(setup, options)}
         else:
             measured = steps.measure(setup, shapes(options), options.cores)
             extra = {"steps": measured.cases, "bandwidth": measured.bandwidth}
@@ -150,6 +163,25 @@ def _measure_servers(setup: Setup, options: argparse.Namespace) -> dict[str, Any
     )
     served = serving.measure(setup, traffic, options.cores, llama_server=llama_server)
     return {"serve": served}
+
+
+def _measure_sharing(setup: Setup, options: argparse.Namespace) -> list[Timing]:
+    if options.benchmark == "arrival":
+        arrival = sharing.Arrival(
+            streams=options.streams,
+            stream_prompt_tokens=options.stream_prompt_tokens,
+            prompt_tokens=options.prompt_tokens,
+            chunk=options.chunk,
+        )
+        return sharing.arrival(setup, arrival, options.cores)
+    prefix = sharing.Prefix(
+        prompts=options.prompts,
+        common_tokens=options.common_tokens,
+        own_tokens=options.own_tokens,
+        max_tokens=options.max_tokens,
+        concurrency=tuple(options.concurrency),
+    )
+    return sharing.prefix(setup, prefix, options.cores)
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -80,7 +80,7 @@ async def _run(host: str, port: int, load: Load) -> tuple[list[Answer], float]:
         while waiting:
             body = waiting.pop()
             async with asyncio.timeout(REQUEST_TIMEOUT):
-                answers.append(await _complete(host, port, body))
+                answers.append(await complete(host, port, body))
 
     started = time.perf_counter()
     try:
@@ -107,7 +107,12 @@ def completion_body(prompt: list[int], max_tokens: int) -> bytes:
     ).encode()
 
 
-async def _complete(host: str, port: int, body: bytes) -> Answer:
+async def complete(host: str, port: int, body: bytes, times: list[float] | None = None) -> Answer:
+    """One completion. `times` gets the time of each event with a new token as it comes.
+
+    Raises LoadError when the server refuses it or breaks it off.
+    """
+    times = [] if times is None else times
     reader, writer = await asyncio.open_connection(host, port)
     try:
         head = (
@@ -124,7 +129,6 @@ async def _complete(host: str, port: int, body: bytes) -> Answer:
             text = (await reader.read()).decode(errors="replace")
             raise LoadError(f"HTTP {status.decode().strip()}: {text[:300]}")
         events = EventReader()
-        times: list[float] = []
         tokens: int | None = None
         while data := await _next_piece(reader, chunked):
             now = time.perf_counter()

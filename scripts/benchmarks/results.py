@@ -24,10 +24,12 @@ BENCHMARKS = {
     "prefill": "one prefill, by prompt length",
     "context": "one decode step, by length of context",
     "serve": "shark-serve under load, beside its own module",
+    "arrival": "a prompt that arrives while others decode, with and without chunked prefill",
+    "prefix": "prompts with a common beginning, with and without the prefix cache",
     "start": "shark-serve from the start of its process to the first token",
     "build": "shark-compile from the checkpoint to a verified bundle",
 }
-Benchmark = Literal["decode", "prefill", "context", "serve", "start", "build"]
+Benchmark = Literal["decode", "prefill", "context", "serve", "arrival", "prefix", "start", "build"]
 
 
 class Fact(BaseModel):
@@ -150,6 +152,8 @@ class LoadRound(Fact):
     server_cpu_s: float
     others: float
     load: float
+    device_wait: float | None = None
+    """The share of the time with work in which our device waited for the host, 0 to 1."""
 
     @property
     def rate(self) -> float:

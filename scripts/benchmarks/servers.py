@@ -87,15 +87,21 @@ class Server:
 
 
 def ours(
-    bundle: Path, *, device: str, cpus: Sequence[int], kv_cache_tokens: int, max_num_seqs: int
+    bundle: Path,
+    *,
+    device: str,
+    cpus: Sequence[int],
+    kv_cache_tokens: int,
+    max_num_seqs: int,
+    flags: Sequence[str] = (),
 ) -> Server:
-    """shark-serve with the defaults of its engine but for the sizes given."""
+    """shark-serve with the defaults of its engine but for the sizes given, and `flags`."""
     port = free_port()
     program = str(Path(sys.executable).with_name("shark-serve"))
     command = [program, "--artifacts-dir", str(bundle), "--device", device]
     command += ["--port", str(port), "--max-num-seqs", str(max_num_seqs)]
     command += ["--kv-cache-tokens", str(kv_cache_tokens), "--log-level", "warning"]
-    return Server(OURS, command, port=port, cpus=cpus)
+    return Server(OURS, [*command, *flags], port=port, cpus=cpus)
 
 
 def theirs(
@@ -107,6 +113,24 @@ def theirs(
     command += ["--threads", threads, "--threads-batch", threads, "--no-webui"]
     command += ["--parallel", str(max_num_seqs), "--ctx-size", str(kv_cache_tokens), "--kv-unified"]
     return Server(PEER, command, port=port, cpus=cpus)
+
+
+def metrics(port: int) -> dict[str, float]:
+    """GET /metrics of one of our servers; see `parse_metrics`."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=5)
+    try:
+        connection.request("GET", "/metrics")
+        return parse_metrics(connection.getresponse().read().decode())
+    finally:
+        connection.close()
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus' text form: values by name, those of several labels added up."""
+    values: dict[str, float] = {}
+    for name, value in re.findall(r"^(\w+)(?:{[^}]*})? (\S+)$", text, re.MULTILINE):
+        values[name] = values.get(name, 0.0) + float(value)
+    return values
 
 
 def free_port() -> int:

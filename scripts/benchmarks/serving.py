@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +166,7 @@ def load_round(server: Server, asked: load.Load, cpus: Sequence[int]) -> LoadRou
     allowed = os.sched_getaffinity(0)
     with on_cpus(allowed - set(cpus) or allowed):
         busy, own, spent = timing.machine_busy_seconds(), time.process_time(), server.cpu_seconds()
+        before = servers.metrics(server.port) if server.side == OURS else {}
         answers, seconds = load.run(servers.HOST, server.port, asked)
         spent = server.cpu_seconds() - spent
         others = timing.machine_busy_seconds() - busy - spent - (time.process_time() - own)
@@ -180,7 +181,17 @@ def load_round(server: Server, asked: load.Load, cpus: Sequence[int]) -> LoadRou
         server_cpu_s=round(spent, 2),
         others=round(min(1.0, max(0.0, others / seconds / (os.cpu_count() or 1))), 3),
         load=round(os.getloadavg()[0], 2),
+        device_wait=device_wait(before, servers.metrics(server.port)) if before else None,
     )
+
+
+def device_wait(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """Between two looks at our metrics."""
+    step, forward = (
+        after[name] - before[name]
+        for name in ("shark_engine_step_seconds_total", "shark_engine_forward_seconds_total")
+    )
+    return round(1 - forward / step, 4)
 
 
 def start(setup: steps.Setup, cores: Sequence[int], *, llama_server: Path | None) -> list[Timing]:
@@ -219,13 +230,14 @@ def start(setup: steps.Setup, cores: Sequence[int], *, llama_server: Path | None
 def _shapes_of(traffic: Traffic, manifest: Manifest, streams: int) -> list[steps.Shape]:
     """What the module alone does of a load: decode in the middle of the answers, and prefills."""
     middle = traffic.prompt_tokens + traffic.max_tokens // 2
+    largest = max(e.batch_size for e in manifest.entry_points if e.phase == "decode")
     prefills = [
         entry.batch_size
         for entry in manifest.entry_points
         if entry.phase == "prefill" and entry.batch_size <= streams
     ]
     return [
-        steps.Shape(phase="decode", batch=streams, context=middle),
+        steps.Shape(phase="decode", batch=min(streams, largest), context=middle),
         *(steps.Shape(phase="prefill", batch=n, context=traffic.prompt_tokens) for n in prefills),
     ]
 
@@ -235,12 +247,6 @@ def _module_shapes(traffic: Traffic, manifest: Manifest) -> list[steps.Shape]:
 
 
 def _check(manifest: Manifest, traffic: Traffic) -> None:
-    largest = max(e.batch_size for e in manifest.entry_points if e.phase == "decode")
-    if max(traffic.concurrency) > largest:
-        raise UsageError(
-            f"--concurrency is {max(traffic.concurrency)}; the bundle's largest decode has "
-            f"batch {largest}: choose less, or compile another bundle"
-        )
     length = traffic.prompt_tokens + traffic.max_tokens
     if length > manifest.max_model_len:
         raise UsageError(

@@ -111,10 +111,13 @@ def share_table(result: Result) -> str:
     """Our server beside its own module: what the engine and HTTP cost."""
     header = ["cores", "streams", "server tok/s", "module decode tok/s", "server / decode (range)"]
     header += ["between prefills / decode (range)", "server / same work by the module (range)"]
+    header += ["device waits"]
     rows = []
     for case in result.serve:
         ours = case.ours
-        module = [case.concurrency / r.seconds for r in case.module_rounds("decode")[1]]
+        decode, decodes = case.module_rounds("decode")
+        module = [decode.batch / r.seconds for r in decodes]
+        waits = [r.device_wait for r in ours.rounds if r.device_wait is not None]
         steady = [case.concurrency / (r.gap_p50_ms / 1e3) for r in ours.rounds]
         rows.append(
             [
@@ -125,30 +128,34 @@ def share_table(result: Result) -> str:
                 _ratio(paired_ratios(_rates(ours), module)),
                 _ratio(paired_ratios(steady, module)),
                 _ratio(paired_ratios(_rates(ours), same_work_rates(case))),
+                _median([100 * wait for wait in waits], "{:.1f} %") if waits else "",
             ]
         )
+    if not any(row[-1] for row in rows):  # results that were taken before it was measured
+        header, rows = header[:-1], [row[:-1] for row in rows]
     return table(header, rows)
 
 
 def same_work_rates(case: ServeCase) -> list[float]:
     """Output tok/s, round by round, if the module's steps were all there is to do.
 
-    A prompt's first token comes from its prefill, the others of its answer from decode steps.
+    A prompt's first token comes from its prefill, the others of its answer from decode steps, of
+    which more streams than the largest batch has rows need several for a token each.
     """
     decode, decodes = case.module_rounds("decode")
     prefill, prefills = case.module_rounds("prefill")
-    assert decode.batch == case.concurrency, "measured for this case"
     batches = case.concurrency / prefill.batch
+    passes = -(-case.concurrency // decode.batch)
     return [
         case.concurrency
         * case.max_tokens
-        / ((case.max_tokens - 1) * step.seconds + batches * prompt.seconds)
+        / ((case.max_tokens - 1) * passes * step.seconds + batches * prompt.seconds)
         for step, prompt in zip(decodes, prefills, strict=True)
     ]
 
 
 def timing_table(timings: Sequence[Timing]) -> str:
-    """Builds or starts: the median of each quantity and its range."""
+    """Builds, starts, arrivals, prefixes: the median of each quantity and its range."""
     names = list(dict.fromkeys(name for timing in timings for name in timing.values))
     header = ["quantity", *(f"{t.name}, {t.cores} {_cores(t.cores)}" for t in timings)]
     rows = [

@@ -134,7 +134,6 @@ def test_text_parts_and_tools_reach_the_template(server: FakeServer) -> None:
         ({"guided_grammar": "root ::= a"}, "guided_grammar"),
         ({"echo": True}, "echo"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage"),
     ],
 )
 def test_what_is_not_supported_is_refused(

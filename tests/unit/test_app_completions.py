@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from serve_harness import EOS, FakeServer, byte_tokenizer, fake_server
+from serve_harness import EOS, FakeServer, byte_tokenizer, chat_prompt, fake_server
 from shark_llm.server.params import SamplingDefaults
 from shark_llm.server.tokenizer import PromptTokenizer
 
@@ -326,3 +326,75 @@ def test_spaces_and_letters_of_sentencepiece(out: str) -> None:
         whole, events = both_ways(server, "/v1/completions", body)
         assert whole["choices"][0]["text"] == expected
         assert text_of(events) == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_are_returned_when_asked_for(stream: bool) -> None:
+    """llama-benchy asks for return_token_ids: as many as completion_tokens, whatever the text does.
+
+    A letter of three bytes whose text comes late, then the EOS, which has no text at all.
+    """
+    with fake_server({"p": "a삼b"}) as server:
+        body = {"prompt": "p", "temperature": 0, "return_token_ids": True, "n": 2}
+        if stream:
+            options = {"stream_options": {"include_usage": True}}
+            parts = server.stream("/v1/completions", {**body, **options})
+        else:
+            parts = [server.complete(**body)]
+        choices = [choice for part in parts for choice in part["choices"]]
+        for index in range(2):
+            mine = [choice for choice in choices if choice["index"] == index]
+            ids = [i for choice in mine for i in choice["token_ids"]]
+            assert ids == [*server.tokenizer.raw.encode("a삼b", add_special_tokens=False).ids, EOS]
+            prompts = [c["prompt_token_ids"] for c in mine if c["prompt_token_ids"]]
+            assert prompts == [server.tokenizer.raw.encode("p").ids[:-1]]
+        assert parts[-1]["usage"]["completion_tokens"] == 2 * len(ids)
+        assert server.complete("p")["choices"][0]["token_ids"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_of_a_chat(stream: bool) -> None:
+    with fake_server({chat_prompt("hi"): "a삼b"}) as server:
+        body = {
+            "messages": [{"role": "user", "content": "hi"}],
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        if stream:
+            parts = server.stream("/v1/chat/completions", body)
+        else:
+            parts = [server.post("/v1/chat/completions", body).json()]
+        ids = [i for part in parts for c in part["choices"] for i in c["token_ids"] or ()]
+        assert ids == [*server.tokenizer.raw.encode("a삼b", add_special_tokens=False).ids, EOS]
+        (prompt,) = [p["prompt_token_ids"] for p in parts if p["prompt_token_ids"]]
+        assert server.tokenizer.decode(prompt).endswith("assistant\n")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_in_every_chunk(path: str) -> None:
+    """guidellm asks for continuous_usage_stats: each chunk has the counts of its choice so far."""
+    with fake_server({"p": "x" * 9, chat_prompt("p"): "x" * 9}) as server:
+        asked = {"prompt": "p"} if "chat" not in path else {"messages": [_user("p")]}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        parts = server.stream(path, {**asked, "n": 2, "stream_options": options})
+    for index in range(2):
+        mine = [p["usage"] for p in parts if p["choices"] and p["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in mine]
+        assert counts == sorted(counts)
+        assert counts[-1] == 10, "nine and the EOS"
+        assert all(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] for u in mine)
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"]["completion_tokens"] == 20
+
+
+def test_usage_in_every_chunk_needs_usage(server: FakeServer) -> None:
+    body = {"prompt": "alphabet:", "stream": True}
+    answer = server.post(
+        "/v1/completions", body | {"stream_options": {"continuous_usage_stats": True}}
+    )
+    assert answer.status_code == 400
+    assert "only allowed when include_usage is true" in answer.json()["error"]["message"]
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}

@@ -74,6 +74,22 @@ def test_a_server_is_set_beside_its_module() -> None:
     assert row["server / same work by the module (range)"] == f"**{share}** ({share} - {share})"
 
 
+def test_more_streams_than_the_largest_batch_take_turns() -> None:
+    """16 streams on a module of batch 8: each token of all takes two decode steps."""
+    module = [
+        a_case([a_round(20)], batch=8),
+        a_case([a_round(200)], phase="prefill", batch=4),
+    ]
+    load = a_load(tokens=1024, seconds=3.2, device_wait=0.0321)
+    case = a_serve_case([load], module, concurrency=16)
+    assert tables.same_work_rates(case) == pytest.approx([16 * 64 / (63 * 0.040 + 4 * 0.200)])
+    row = cells(tables.share_table(a_result(benchmark="serve", serve=[case])))
+    assert row["module decode tok/s"] == "400.0"
+    assert row["device waits"] == "3.2 %"
+    older = a_serve_case([a_load(tokens=1024, seconds=3.2)], module, concurrency=16)
+    assert "device waits" not in tables.share_table(a_result(benchmark="serve", serve=[older]))
+
+
 def test_servers_stand_below_each_other() -> None:
     module = [a_case([a_round(20)], batch=8), a_case([a_round(100)], phase="prefill", batch=1)]
     ours, peer = a_load(tokens=1000, seconds=2), a_load(tokens=1000, seconds=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -473,6 +474,26 @@ def test_integrity_check_sees_what_it_should() -> None:
     state.node.lock_count -= 1
     state.pages[0], state.pages[1] = state.pages[1], state.pages[0]
     assert any("reads other pages" in problem for problem in scheduler.check_integrity())
+
+
+def test_the_device_waits_for_the_host_only_while_there_is_work() -> None:
+    """What lies between two steps counts as waiting; what lies between two requests does not."""
+    driver = Driver(FakeRunner(step_seconds=0.004))
+    driver.add([1, 2, 3], max_tokens=4)
+    driver.add([4, 5, 6], max_tokens=8)
+    driver.core.step()
+    time.sleep(0.05)
+    driver.run()
+    stats = driver.core.stats()
+    assert stats.forward_seconds == driver.runner.device_seconds >= stats.steps * 0.004
+    assert stats.step_seconds >= stats.forward_seconds + 0.05
+    assert 0.05 / stats.step_seconds <= stats.device_wait < 1
+    driver.add([7, 8], max_tokens=2)
+    driver.step()
+    driver.abort(2)  # busy until here, as far as the last step knows
+    time.sleep(0.2)
+    driver.ask([9], max_tokens=2)
+    assert driver.core.stats().step_seconds < stats.step_seconds + 0.2
 
 
 def test_timings() -> None:

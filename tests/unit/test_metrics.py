@@ -7,7 +7,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_harness import MODEL, fake_server
 from shark_llm.server.metrics import Metrics
 
-GAUGES = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"}
+GAUGES = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "engine_device_wait_perc",
+}
 COUNTERS = {
     "prompt_tokens",
     "generation_tokens",
@@ -15,6 +20,9 @@ COUNTERS = {
     "prefix_cache_hits",
     "num_preemptions",
     "request_success",
+    "engine_steps",
+    "engine_step_seconds",
+    "engine_forward_seconds",
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds",
@@ -80,3 +88,14 @@ def test_two_apps_do_not_share_metrics() -> None:
     one.finished("stop")
     assert b"finished_reason" in one.render()
     assert b"finished_reason" not in two.render()
+
+
+def test_the_share_of_time_in_which_the_device_waits() -> None:
+    with fake_server({"p": "x" * 20}, step_seconds=0.002) as server:
+        server.complete("p")
+        server.wait_idle()
+        values = read(server.get("/metrics").text)
+    busy = values[("shark_engine_step_seconds_total", "")]
+    worked = values[("shark_engine_forward_seconds_total", "")]
+    assert 0.002 * values[("shark_engine_steps_total", "")] <= worked < busy
+    assert values[("shark_engine_device_wait_perc", "")] == 1 - worked / busy

@@ -83,7 +83,7 @@ class EngineCore:
         self._generation_tokens = 0
         self._steps = 0
         self._step_seconds = 0.0
-        self._forward_seconds = 0.0
+        self._step_ended: float | None = None
         self._batches: dict[Phase, Counter[int]] = {"prefill": Counter(), "decode": Counter()}
 
     @property
@@ -92,6 +92,8 @@ class EngineCore:
 
     def add(self, request: Request, *, submitted: float | None = None) -> None:
         """Take a request in, checked by `check_request`. `submitted` is a `time.monotonic`."""
+        if not self.has_requests:
+            self._step_ended = None  # the device did not wait: there was nothing to run
         params = request.sampling
         state = RequestState(
             request,
@@ -137,7 +139,9 @@ class EngineCore:
 
     def step(self) -> None:
         """Run one step: every running request that has a row gets it computed, or an error."""
-        began = time.perf_counter()
+        # What lies between two steps of a busy engine is time in which the device waits, too.
+        began = time.perf_counter() if self._step_ended is None else self._step_ended
+        self._step_ended = None
         for state in self._deaf:
             if self._states.get(state.request.request_id) is state:
                 self._fail(state, SINK_FAILED.message, SINK_FAILED.code)
@@ -160,7 +164,10 @@ class EngineCore:
         self._check_ownership()
         if not self.has_requests:
             self.flush()  # no device run follows to send beside
-        self._step_seconds += time.perf_counter() - began
+        ended = time.perf_counter()
+        self._step_seconds += ended - began
+        if self.has_requests:
+            self._step_ended = ended
 
     def flush(self) -> None:
         """Send the events that wait."""
@@ -204,7 +211,7 @@ class EngineCore:
             forward_failures=self._num_failures,
             steps=self._steps,
             step_seconds=self._step_seconds,
-            forward_seconds=self._forward_seconds,
+            forward_seconds=self.runner.device_seconds,
             decode_batches=dict(self._batches["decode"]),
             prefill_batches=dict(self._batches["prefill"]),
         )
@@ -228,7 +235,6 @@ class EngineCore:
         ]
         self._batches[phase][len(rows)] += 1
         self.flush()
-        began = time.perf_counter()
         try:
             output = self.runner.run(phase, rows)
             # Greedy tokens are there already: the logits stay on the device.
@@ -236,8 +242,6 @@ class EngineCore:
         except Exception as error:
             self._forward_failed(group, error)
             return
-        finally:
-            self._forward_seconds += time.perf_counter() - began
         self._failures_in_a_row = 0
         for i, row in enumerate(group):
             state, best = row.state, int(output.best_tokens[i])

@@ -40,9 +40,9 @@ class EngineStats:
     forward_failures: int = 0
     steps: int = 0
     step_seconds: float = 0.0
-    """Time spent in steps. An idle engine does not add to it."""
+    """Time in which there was something to run. An idle engine does not add to it."""
     forward_seconds: float = 0.0
-    """The part of `step_seconds` in which the runner worked; the rest is the host's own."""
+    """The part of `step_seconds` in which the device worked; in the rest it waited for the host."""
     decode_batches: Mapping[int, int] = field(default_factory=dict)
     """Rows of a decode forward -> how many such forwards."""
     prefill_batches: Mapping[int, int] = field(default_factory=dict)
@@ -53,3 +53,8 @@ class EngineStats:
         if not self.pages_total:
             return 0.0
         return (self.pages_total - self.pages_free - self.pages_evictable) / self.pages_total
+
+    @property
+    def device_wait(self) -> float:
+        """The share of `step_seconds` in which the device waited for the host, 0 to 1."""
+        return max(0.0, 1 - self.forward_seconds / self.step_seconds) if self.step_seconds else 0.0

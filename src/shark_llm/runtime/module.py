@@ -7,6 +7,7 @@ V vocabulary.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -54,6 +55,7 @@ class IreeRunner:
         }
         self.prefill_batch_sizes = tuple(e.batch_size for e in self._entries["prefill"])
         self.decode_batch_sizes = tuple(e.batch_size for e in self._entries["decode"])
+        self.device_seconds = 0.0
         self._specs = manifest.caches
         self._devices = devices
         self._context = context
@@ -72,8 +74,12 @@ class IreeRunner:
         for cache in self._caches:
             arguments.push_ref(cache)
         results = rt.VmVariantList(len(entry.results) + len(self._caches))
-        with self._devices.given_way():
-            self._context.invoke(self._functions[entry.name], arguments, results)
+        began = time.perf_counter()
+        try:
+            with self._devices.given_way():
+                self._context.invoke(self._functions[entry.name], arguments, results)
+        finally:
+            self.device_seconds += time.perf_counter() - began
         self._logits, best = (results.get_as_object(i, rt.HalBufferView) for i in range(2))
         # The other results are the caches, updated in place: the same memory. Were one a copy, the
         # step would be slow, but the next one would still see what this one wrote.

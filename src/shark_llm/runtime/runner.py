@@ -54,6 +54,9 @@ class ModelRunner(Protocol):
     prefill_batch_sizes: tuple[int, ...]
     """Compiled batch sizes, ascending."""
     decode_batch_sizes: tuple[int, ...]
+    device_seconds: float
+    """How long the device has worked so far. Preparing its inputs, and reading back what it
+    returned, is not part of it: meanwhile the device waits."""
 
     def run(self, phase: Phase, rows: Sequence[Row]) -> StepOutput:
         """Run one step.

@@ -31,6 +31,8 @@ from shark_llm.server.responses import (
     Usage,
 )
 from shark_llm.server.state import ServedModel
+from shark_llm.server.text_stream import Finish
+from shark_llm.server.token_ids import token_ids
 
 
 async def chat_completions(context: Context, request: Request) -> Response:
@@ -67,7 +69,6 @@ async def chat_completions(context: Context, request: Request) -> Response:
 
 def _check(body: ChatCompletionRequest) -> None:
     check_unsupported(body.model_extra or {}, CHAT_UNSUPPORTED)
-    body.check_stream_options()
     if body.best_of is not None and body.best_of != body.choices_per_prompt():
         raise RequestError(
             f"best_of is {body.best_of} and n is {body.choices_per_prompt()}; only "
@@ -103,6 +104,7 @@ class _Answer:
                 logprobs=self._logprobs(done.tokens),
                 finish_reason=done.finish.finish_reason,
                 stop_reason=done.finish.stop_reason,
+                token_ids=self._ids(done.tokens, done.finish),
             )
             for done in await self._generation.collect()
         ]
@@ -112,27 +114,42 @@ class _Answer:
             model=self._served.name,
             choices=choices,
             usage=self._generation.usage(),
+            prompt_token_ids=self._prompt_ids(),
         )
 
     async def chunks(self) -> AsyncGenerator[ChatCompletionChunk, None]:
         for index in range(self._body.choices_per_prompt()):
             role = ChatDelta(role="assistant", content="")
-            yield self._chunk([ChatChunkChoice(index=index, delta=role)])
+            choice = ChatChunkChoice(index=index, delta=role)
+            chunk = self._chunk([choice], self._usage_so_far(index))
+            chunk.prompt_token_ids = self._prompt_ids()
+            yield chunk
         async for delta in self._generation.deltas():
             logprobs = self._logprobs(delta.tokens) if delta.tokens else None
-            if not delta.text and delta.finish is None and logprobs is None:
+            ids = self._ids(delta.tokens, delta.finish)
+            if not (delta.text or delta.finish or logprobs or ids):
                 continue  # tokens whose text is not final yet
             choice = ChatChunkChoice(
                 index=delta.index,
                 delta=ChatDelta(content=delta.text or None),
                 logprobs=logprobs,
+                token_ids=ids,
             )
             if delta.finish is not None:
                 choice.finish_reason = delta.finish.finish_reason
                 choice.stop_reason = delta.finish.stop_reason
-            yield self._chunk([choice])
+            yield self._chunk([choice], self._usage_so_far(delta.index))
         if self._body.wants_usage_chunk():
             yield self._chunk([], self._generation.usage())
+
+    def _usage_so_far(self, index: int) -> Usage | None:
+        return self._generation.usage_of(index) if self._body.wants_usage_always() else None
+
+    def _ids(self, tokens: Sequence[TokenEvent], finish: Finish | None) -> list[int] | None:
+        return token_ids(tokens, finish) if self._body.return_token_ids else None
+
+    def _prompt_ids(self) -> list[int] | None:
+        return list(self._generation.prompt_ids(0)) if self._body.return_token_ids else None
 
     def _logprobs(self, tokens: Sequence[TokenEvent]) -> ChatLogprobs | None:
         return chat_logprobs(self._served.tokenizer, tokens) if self._body.logprobs else None

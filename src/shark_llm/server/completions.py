@@ -25,7 +25,8 @@ from shark_llm.server.responses import (
     Usage,
 )
 from shark_llm.server.state import ServedModel
-from shark_llm.server.text_stream import ChoiceSpec, PromptLogprobs
+from shark_llm.server.text_stream import ChoiceSpec, Finish, PromptLogprobs
+from shark_llm.server.token_ids import token_ids
 
 
 async def completions(context: Context, request: Request) -> Response:
@@ -33,7 +34,6 @@ async def completions(context: Context, request: Request) -> Response:
     body = await read_body(request, CompletionRequest, max_bytes=context.settings.max_body_bytes)
     served = context.state.model(body.model)
     check_unsupported(body.model_extra or {}, UNSUPPORTED)
-    body.check_stream_options()
     check_num_choices(len(body.prompt) * body.candidates_per_prompt(), context.settings.max_choices)
     specs = await _specs(body, served)
     echoes = _echoes(body, served)
@@ -134,6 +134,8 @@ class _Answer:
                 logprobs=self._logprobs(done.index, done.tokens, done.prompt_logprobs),
                 finish_reason=done.finish.finish_reason,
                 stop_reason=done.finish.stop_reason,
+                token_ids=self._ids(done.tokens, done.finish),
+                prompt_token_ids=self._prompt_ids(done.index),
             )
             for index, done in enumerate(completed)
         ]
@@ -141,23 +143,40 @@ class _Answer:
 
     async def chunks(self) -> AsyncGenerator[CompletionResponse, None]:
         echoes = list(self._echoes)
+        prompts = [self._prompt_ids(index) for index in range(len(echoes))]
         if self._body.logprobs is None:  # else the prompt goes out with what was made of it
             for index, echo in enumerate(echoes):
                 if echo:
-                    yield self._response([CompletionChoice(index=index, text=echo)])
+                    choice = CompletionChoice(index=index, text=echo)
+                    yield self._response([choice], self._usage_so_far(index))
             echoes = [""] * len(echoes)
         async for delta in self._generation.deltas():
             logprobs = self._logprobs(delta.index, delta.tokens, delta.prompt_logprobs)
             text, echoes[delta.index] = echoes[delta.index] + delta.text, ""
-            if not text and delta.finish is None and not (logprobs and logprobs.tokens):
+            ids = self._ids(delta.tokens, delta.finish)
+            has_tokens = bool(ids or (logprobs and logprobs.tokens))
+            if not text and delta.finish is None and not has_tokens:
                 continue  # tokens whose text is not final yet
-            choice = CompletionChoice(index=delta.index, text=text, logprobs=logprobs)
+            choice = CompletionChoice(
+                index=delta.index, text=text, logprobs=logprobs, token_ids=ids
+            )
+            # The prompt's come with the first chunk alone.
+            choice.prompt_token_ids, prompts[delta.index] = prompts[delta.index], None
             if delta.finish is not None:
                 choice.finish_reason = delta.finish.finish_reason
                 choice.stop_reason = delta.finish.stop_reason
-            yield self._response([choice])
+            yield self._response([choice], self._usage_so_far(delta.index))
         if self._body.wants_usage_chunk():
             yield self._response([], self._generation.usage())
+
+    def _usage_so_far(self, index: int) -> Usage | None:
+        return self._generation.usage_of(index) if self._body.wants_usage_always() else None
+
+    def _ids(self, tokens: Sequence[TokenEvent], finish: Finish | None) -> list[int] | None:
+        return token_ids(tokens, finish) if self._body.return_token_ids else None
+
+    def _prompt_ids(self, index: int) -> list[int] | None:
+        return list(self._generation.prompt_ids(index)) if self._body.return_token_ids else None
 
     def _logprobs(
         self, index: int, tokens: Sequence[TokenEvent], prompt: PromptLogprobs | None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
+from shark_llm.server.doorbell import Doorbells
 from shark_llm.server.generation import Generation
 from shark_llm.server.metrics import Metrics
 from shark_llm.server.settings import ServerSettings
@@ -22,6 +23,7 @@ class Context:
     settings: ServerSettings
     state: ServerState
     metrics: Metrics
+    doorbells: Doorbells = field(default_factory=Doorbells)
 
     def begin(
         self,
@@ -49,6 +51,7 @@ class Context:
             engine=served.engine,
             tokenizer=served.tokenizer,
             metrics=self.metrics,
+            doorbell=self.doorbells.here(),
             max_backlog_tokens=self.settings.max_backlog_tokens,
             request_timeout=self.settings.request_timeout,
             owner=getattr(request.state, "owner", ""),

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from shark_llm.engine.request import ErrorEvent, Event, FinishEvent, Request, TokenEvent
+from shark_llm.server.doorbell import Doorbell
 from shark_llm.server.metrics import Metrics
 from shark_llm.server.responses import (
     PromptTokensDetails,
@@ -58,6 +59,7 @@ class Generation:
         engine: EnginePort,
         tokenizer: PromptTokenizer,
         metrics: Metrics,
+        doorbell: Doorbell,
         max_backlog_tokens: int,
         request_timeout: float | None,
         owner: str,
@@ -69,8 +71,9 @@ class Generation:
         self._metrics = metrics
         self._owner = owner
         self._max_backlog = max_backlog_tokens
-        self._loop = asyncio.get_running_loop()
-        self._deadline = None if request_timeout is None else self._loop.time() + request_timeout
+        self._doorbell = doorbell
+        now = doorbell.loop.time()
+        self._deadline = None if request_timeout is None else now + request_timeout
         self._wake = asyncio.Event()
         self._woken = False
         self._overrun = False
@@ -310,9 +313,10 @@ class _Sink:
             if not generation._woken:
                 # Set before the call: a drain that runs in between sees our event anyway.
                 generation._woken = True
-                generation._loop.call_soon_threadsafe(generation._wake.set)
+                generation._doorbell.ring(generation._wake)
             if len(choice.events) == generation._max_backlog:
-                generation._loop.call_soon_threadsafe(generation._on_backlog, choice)
+                loop = generation._doorbell.loop
+                loop.call_soon_threadsafe(generation._on_backlog, choice)
         except RuntimeError:
             # The event loop is closed: the process is on its way out and nobody reads any more.
             choice.events.clear()

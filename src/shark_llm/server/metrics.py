@@ -144,9 +144,16 @@ class _EngineCollector(Collector):
             "forward_failures", "Steps in which the device failed.", stats.forward_failures
         )
         yield self._counter("engine_steps", "Steps of the engine.", stats.steps)
-        yield self._counter("engine_step_seconds", "Time spent in steps.", stats.step_seconds)
+        yield self._counter(
+            "engine_step_seconds", "Time in which there was something to run.", stats.step_seconds
+        )
         yield self._counter(
             "engine_forward_seconds", "Time in which the device worked.", stats.forward_seconds
+        )
+        yield self._gauge(
+            "engine_device_wait_perc",
+            "Share of engine_step_seconds in which the device waited for the host, 0..1.",
+            stats.device_wait,
         )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

@@ -47,7 +47,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "return_hidden_states": (False,),
     "lora_path": (),

@@ -16,7 +16,6 @@ from shark_llm.server.params import (
     UNSUPPORTED,
     SamplingFields,
     Strict,
-    check_unsupported,
 )
 
 CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -35,7 +34,6 @@ CHAT_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "store": (False,),
 }
-STREAM_OPTIONS_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,)}
 
 _INTEGER_LIST = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -90,6 +88,13 @@ Prompts = Annotated[
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+    @model_validator(mode="after")
+    def _usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats: only allowed when include_usage is true")
+        return self
 
 
 class GenerationRequest(SamplingFields, GuidedFields):
@@ -104,6 +109,7 @@ class GenerationRequest(SamplingFields, GuidedFields):
     best_of: int | None = Field(default=None, ge=1, le=MAX_N)
     user: str | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    return_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _combinations(self) -> GenerationRequest:
@@ -127,17 +133,12 @@ class GenerationRequest(SamplingFields, GuidedFields):
         """What the client calls this request, for /abort."""
         return () if self.request_id is None else (self.request_id,)
 
-    def check_stream_options(self) -> None:
-        """Refuse what is not done while streaming.
-
-        Raises:
-            RequestError: 400 `unsupported_parameter`.
-        """
-        if self.stream_options is not None:
-            check_unsupported(self.stream_options.model_extra or {}, STREAM_OPTIONS_UNSUPPORTED)
-
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def wants_usage_always(self) -> bool:
+        """Every chunk of a stream tells the counts of its choice so far, as vLLM has it."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerationRequest):

@@ -1,0 +1,127 @@
+"""The openai package, sync and async, as its own documentation uses it. Runs in its environment."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from typing import Any
+
+import openai
+
+PROMPT = "The capital of France is"
+MESSAGES: Any = [{"role": "user", "content": "Say hello."}]
+
+
+def synchronous(base_url: str) -> None:
+    """Completions and chat, whole and streamed, n, logprobs, stop, and an error."""
+    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
+    (model,) = client.models.list().data
+    whole = client.completions.create(
+        model=model.id, prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3
+    )
+    choice = whole.choices[0]
+    assert choice.finish_reason in ("length", "stop"), choice
+    assert choice.logprobs is not None
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs)
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert all(len(top) >= 3 for top in choice.logprobs.top_logprobs)
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+    chunks = list(
+        client.completions.create(
+            model=model.id,
+            prompt=PROMPT,
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == choice.text
+    assert chunks[-1].usage == whole.usage
+
+    several = client.completions.create(
+        model=model.id, prompt=[PROMPT, "Once upon"], n=3, max_tokens=8, temperature=1, seed=7
+    )
+    assert [c.index for c in several.choices] == list(range(6))
+    again = client.completions.create(
+        model=model.id, prompt=[PROMPT, "Once upon"], n=3, max_tokens=8, temperature=1, seed=7
+    )
+    assert [c.text for c in again.choices] == [c.text for c in several.choices]
+
+    chat = client.chat.completions.create(
+        model=model.id,
+        messages=MESSAGES,
+        max_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        n=2,
+    )
+    assert len(chat.choices) == 2
+    first = chat.choices[0]
+    assert first.message.role == "assistant"
+    assert first.message.content == chat.choices[1].message.content, "greedy"
+    assert first.logprobs is not None
+    assert first.logprobs.content is not None
+    assert all(math.exp(t.logprob) <= 1.000001 for t in first.logprobs.content)
+    assert all(len(t.top_logprobs) == 2 for t in first.logprobs.content)
+    with client.chat.completions.create(
+        model=model.id, messages=MESSAGES, max_tokens=12, temperature=0, stream=True
+    ) as stream:
+        streamed = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
+    assert streamed == first.message.content
+
+    cut = client.completions.create(
+        model=model.id, prompt=PROMPT, max_tokens=12, temperature=0, stop=[choice.text[-3:]]
+    )
+    assert choice.text.startswith(cut.choices[0].text)
+    assert cut.choices[0].finish_reason == "stop"
+    for bad, kind in (
+        ({"model": model.id, "max_tokens": -1}, openai.BadRequestError),
+        ({"model": "no/such"}, openai.NotFoundError),
+    ):
+        try:
+            client.completions.create(prompt=PROMPT, **bad)  # type: ignore[call-overload]
+        except kind as error:
+            refused: Any = error.body
+        else:
+            raise AssertionError(f"{bad} was not refused")
+        assert refused["message"], "the error's own form is understood"
+
+
+async def asynchronous(base_url: str) -> None:
+    """Eight streams at once, each as it is alone; one is left early."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        (model,) = (await client.models.list()).data
+
+        async def streamed(number: int) -> str:
+            text = ""
+            async for chunk in await client.completions.create(
+                model=model.id,
+                prompt=f"{number} and {number} are",
+                max_tokens=16,
+                temperature=0,
+                stream=True,
+            ):
+                text += chunk.choices[0].text
+            return text
+
+        async def left() -> None:
+            stream = await client.completions.create(
+                model=model.id, prompt=PROMPT, max_tokens=400, stream=True
+            )
+            async for _ in stream:
+                break
+            await stream.close()
+
+        *together, _ = await asyncio.gather(*(streamed(n) for n in range(8)), left())
+        assert together[3] == await streamed(3)
+
+
+if __name__ == "__main__":
+    synchronous(sys.argv[1])
+    asyncio.run(asynchronous(sys.argv[1]))
+    print(f"openai {openai.__version__}: sync, async, streams, n, logprobs, stop, errors")
