@@ -3,16 +3,17 @@
     resolve   name -> files, those of the hub but for the weights       hub, checkpoint
     plan      config -> target, tensor parallel plan, sizes             build_plan
     fetch     weights that are still on the hub                         hub
-    compare   checkpoint's digest, what an older bundle has of it       reuse
+    compare   checkpoint's digest, what is there of it already          reuse
     shard     checkpoint -> model.irpa, model.rank{r}.irpa              sharding.apply
     export    config + plan -> model.mlir                               export
     compile   model.mlir -> model.vmfb                                  compile.compiler
     dump      the compiler's phases, where they are asked for           compile.compiler
     verify    compiled module == eager model, where it can run          golden_run
     publish   manifest, digests, atomic rename                          artifacts.publish
+    keep      links to the archives and the module                      artifacts.stage_cache
 
-Nothing of the old bundle is touched before `publish`. What an older bundle in the same place has
-already is linked from it instead of made again.
+Nothing of the old bundle is touched before `publish`. What an older bundle in the same place or the
+stage cache has already is linked instead of made again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from shark_llm.artifacts.bundle import Bundle
 from shark_llm.artifacts.manifest import Manifest
 from shark_llm.artifacts.publish import publish
+from shark_llm.artifacts.stage_cache import StageCache
 from shark_llm.build_plan import (
     BuildPlan,
     BuildSettings,
@@ -41,7 +43,7 @@ from shark_llm.compile.dev_artifacts import write_dev_artifacts
 from shark_llm.compile.dev_directory import describes, dev_staging, write_report
 from shark_llm.errors import CapacityError
 from shark_llm.hub import LocalModel, Metadata, fetch_weights
-from shark_llm.reuse import Reuse, find_reuse, manifest_digest, open_old
+from shark_llm.reuse import Reuse, find_reuse, keep_parts, manifest_digest, open_old
 from shark_llm.stages import Reporter, StageClock, StageRecord
 
 __all__ = ["BuildPlan", "BuildResult", "BuildSettings", "DryRun", "build", "plan_build"]
@@ -81,10 +83,12 @@ class DryRun:
 def plan_build(settings: BuildSettings, reporter: Reporter) -> DryRun:
     """The stages up to compare, fetching no weights: everything that can be refused is refused."""
     clock = StageClock(reporter)
+    cache = settings.open_cache(reporter.note)
     plan, _ = _plan(settings, clock, may_fetch=False)
     reuse, expected = Reuse(), expected_manifest(plan, _UNKNOWN_DIGEST)
-    if plan.checkpoint is not None and manifest_digest(plan.out_dir) is not None:
-        expected, reuse = _Comparison(plan, clock).run()
+    something = manifest_digest(plan.out_dir) is not None or cache.has_entries()
+    if plan.checkpoint is not None and something:
+        expected, reuse = _Comparison(plan, cache, clock).run()
     return DryRun(
         plan=plan,
         reuse=reuse,
@@ -101,8 +105,9 @@ def build(settings: BuildSettings, reporter: Reporter) -> BuildResult:
     were. Another build of the same directory is waited for.
     """
     clock = StageClock(reporter)
+    cache = settings.open_cache(reporter.note)
     plan, metadata = _plan(settings, clock, may_fetch=True)
-    comparison = _Comparison(plan, clock)
+    comparison = _Comparison(plan, cache, clock)
     needed = plan.needed_bytes
     if plan.checkpoint is not None and manifest_digest(plan.out_dir) is not None:
         # Before the lock is taken: an identical run needs neither it nor a writable place.
@@ -114,7 +119,7 @@ def build(settings: BuildSettings, reporter: Reporter) -> BuildResult:
     with publish(plan.out_dir, needed_bytes=needed, on_wait=reporter.note) as staging:
         if plan.checkpoint is None:
             plan = _plan_fetched(settings, plan, _fetch(settings, metadata, clock))
-            comparison = _Comparison(plan, clock)
+            comparison = _Comparison(plan, cache, clock)
         expected, reuse = comparison.run()  # again: who was waited for may have published just this
         if reuse.old is not None and reuse.everything and _dev_is_there(plan):
             return _reused(plan, reuse.old, clock)
@@ -125,16 +130,17 @@ def build(settings: BuildSettings, reporter: Reporter) -> BuildResult:
                     dev, dev_dir=plan.dev_dir, bundle_dir=plan.out_dir, manifest=manifest
                 )
                 write_report(dev, _report(plan, manifest, manifest_digest(staging.path), clock))
+    keep_parts(cache, manifest, plan.out_dir, replace=settings.forced.any)
     return BuildResult(
         path=plan.out_dir, manifest=manifest, stages=tuple(clock.records), reused=False
     )
 
 
 class _Comparison:
-    """Compares what is asked for with the bundle that is there, reading each only once."""
+    """Compares what is asked for with what is there, reading each only once."""
 
-    def __init__(self, plan: BuildPlan, clock: StageClock) -> None:
-        self._plan, self._clock = plan, clock
+    def __init__(self, plan: BuildPlan, cache: StageCache, clock: StageClock) -> None:
+        self._plan, self._cache, self._clock = plan, cache, clock
         self._digest: str | None = None
         self._seen: str | None = None
         self._result: tuple[Manifest, Reuse] | None = None
@@ -147,7 +153,7 @@ class _Comparison:
         if self._result is not None and seen == self._seen:
             return self._result
         with self._clock.stage("compare", f"with what {plan.out_dir} holds") as stage:
-            old = open_old(plan.out_dir, reporter.note)
+            old = open_old(plan.out_dir, reporter.note, reporter.progress)
             if self._digest is None:
                 self._digest = self._digest_of(old)
             expected = expected_manifest(plan, self._digest)
@@ -156,6 +162,9 @@ class _Comparison:
                 expected,
                 plan.checkpoint.aux_files,
                 golden=plan.settings.verify and no_golden(plan, expected) is None,
+                force=plan.settings.forced,
+                cache=self._cache,
+                progress=reporter.progress,
             )
             stage.note = str(reuse)
         self._seen, self._result = seen, (expected, reuse)
@@ -170,7 +179,11 @@ class _Comparison:
             same_weights = old.manifest.weights == plan.settings.weights
             if same_weights and (source.name, source.revision) == (plan.name, plan.revision):
                 return source.digest
-        return plan.checkpoint.digest()
+        if plan.from_hub and plan.revision is not None:
+            known = self._cache.source_digest(plan.name, plan.revision, plan.settings.weights)
+            if known is not None:
+                return known
+        return plan.checkpoint.digest(self._clock.reporter.progress)
 
 
 def _plan(
@@ -228,7 +241,10 @@ def _dev_is_there(plan: BuildPlan) -> bool:
 
 
 def _needed_bytes(plan: BuildPlan, reuse: Reuse) -> int:
-    return plan.needed_bytes - (sum(plan.file_bytes.values()) if reuse.archives else 0)
+    """Links take no room, and archives of another file system are copied."""
+    part = reuse.archives
+    linked = part is not None and _disk(part.path)[0] == _disk(plan.out_dir)[0]
+    return plan.needed_bytes - (sum(plan.file_bytes.values()) if linked else 0)
 
 
 def _check_fetch_fits(plan: BuildPlan, needed: int) -> None:

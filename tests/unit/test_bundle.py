@@ -186,7 +186,7 @@ def test_a_bundle_that_is_exchanged_while_checked_is_checked_again(
 
 
 def test_a_file_that_cannot_be_read_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(root: Path, names: object) -> None:
+    def fail(root: Path, names: object, progress: object) -> None:
         raise OSError(errno.EIO, "Input/output error", str(root / "model.vmfb"))
 
     monkeypatch.setattr(module, "digest_files", fail)

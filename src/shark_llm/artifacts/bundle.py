@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Literal
 
 from shark_llm.artifacts.irpa import Identity, archive_name, archive_ranks, check_archive
-from shark_llm.artifacts.manifest import MANIFEST_NAME, Manifest, digest_files, read_manifest
+from shark_llm.artifacts.manifest import (
+    MANIFEST_NAME,
+    ByteProgress,
+    Manifest,
+    digest_files,
+    read_manifest,
+)
 from shark_llm.artifacts.publish import Staging, publish
 from shark_llm.errors import ArtifactError, VersionMismatchError
 
@@ -47,10 +53,11 @@ def open_bundle(
     *,
     verify: Literal["sizes", "digests"] = "sizes",
     runtime_version: str | None = None,
+    progress: ByteProgress | None = None,
 ) -> Bundle:
     """Open the bundle at `directory`, which may be a symlink or read-only.
 
-    `verify` "digests" reads every byte. `runtime_version` is that of the installed
+    `verify` "digests" reads every byte, and tells `progress` how many. `runtime_version` is that of the installed
     iree-base-runtime unless given. Raises VersionMismatchError for another schema or IREE version,
     ArtifactError for anything missing, cut, changed or foreign, naming the file.
     """
@@ -58,7 +65,7 @@ def open_bundle(
     while True:
         before = _inode(directory)
         try:
-            bundle = _open(directory, verify, runtime_version)
+            bundle = _open(directory, verify, runtime_version, progress)
         except OSError as error:
             if _inode(directory) == before:
                 raise ArtifactError(
@@ -107,7 +114,10 @@ def _minor(version: str) -> str:
 
 
 def _open(
-    directory: Path, verify: Literal["sizes", "digests"], runtime_version: str | None
+    directory: Path,
+    verify: Literal["sizes", "digests"],
+    runtime_version: str | None,
+    progress: ByteProgress | None,
 ) -> Bundle:
     manifest = read_manifest(directory / MANIFEST_NAME)
     check_versions(manifest.versions, runtime_version=runtime_version)
@@ -116,7 +126,7 @@ def _open(
     _check_identities(directory, manifest)  # before sizes: "of tp 1" says more than a wrong size
     _check_sizes(directory, manifest)
     if verify == "digests":
-        _check_digests(directory, manifest)
+        _check_digests(directory, manifest, progress)
     return Bundle(path=directory, manifest=manifest)
 
 
@@ -157,8 +167,8 @@ def _check_identities(directory: Path, manifest: Manifest) -> None:
         check_archive(directory / archive_name(rank), expected)
 
 
-def _check_digests(directory: Path, manifest: Manifest) -> None:
-    found = digest_files(directory, manifest.files)
+def _check_digests(directory: Path, manifest: Manifest, progress: ByteProgress | None) -> None:
+    found = digest_files(directory, manifest.files, progress)
     wanted = manifest.files
     faults = [
         f"{name} has sha256 {found[name].sha256[:12]}... instead of {wanted[name].sha256[:12]}..."

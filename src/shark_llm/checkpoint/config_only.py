@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from shark_llm.artifacts.manifest import ByteProgress
 from shark_llm.checkpoint.aux_files import eos_token_ids, load_json, read_aux_files
 from shark_llm.checkpoint.names import expected_parameters
 from shark_llm.checkpoint.source import ParameterInfo
@@ -63,7 +64,7 @@ class ConfigOnlyCheckpoint:
         assert 0 <= start <= stop <= rows, f"{name}: rows {start}..{stop} of {rows}"
         return torch.full((stop - start, *rest), DUMMY_VALUE, dtype=info.dtype)
 
-    def digest(self) -> str:
+    def digest(self, progress: ByteProgress | None = None) -> str:
         """sha256 of config.json: what a model without weights is told from others by."""
         return hashlib.sha256(b"dummy weights\0" + self.aux_files[CONFIG_NAME]).hexdigest()
 

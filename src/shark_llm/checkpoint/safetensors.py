@@ -6,11 +6,11 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import torch
 
+from shark_llm.artifacts.manifest import ByteProgress, digest_files
 from shark_llm.checkpoint.aux_files import eos_token_ids, load_json, read_aux_files
 from shark_llm.checkpoint.names import IGNORED, check_weight_map, from_hf_name
 from shark_llm.checkpoint.safetensors_file import TensorLocation, read_header
@@ -82,22 +82,15 @@ class SafetensorsCheckpoint:
         )
         return data.view(info.dtype).reshape(stop - start, *rest)
 
-    def digest(self) -> str:
+    def digest(self, progress: ByteProgress | None = None) -> str:
         """sha256 over name, size and content of each weight file, in the order of their names.
 
         The headers are part of the content, and with them names, shapes and dtypes.
         """
-
-        def file_digest(path: Path) -> str:
-            with path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-
-        files = sorted(self._files)
+        names = {path.relative_to(self._directory).as_posix() for path in self._files}
         whole = hashlib.sha256()
-        with ThreadPoolExecutor(max_workers=4) as pool:
-            for path, content in zip(files, pool.map(file_digest, files), strict=True):
-                name = path.relative_to(self._directory).as_posix()
-                whole.update(f"{name}\0{path.stat().st_size}\0{content}\n".encode())
+        for name, info in digest_files(self._directory, names, progress).items():
+            whole.update(f"{name}\0{info.size}\0{info.sha256}\n".encode())
         return whole.hexdigest()
 
     def _weight_files(self) -> tuple[list[Path], dict[str, Path] | None]:

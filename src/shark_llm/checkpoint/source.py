@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from shark_llm.artifacts.manifest import ByteProgress
 from shark_llm.errors import CheckpointError
 from shark_llm.model.config import ModelConfig
 
@@ -48,8 +49,11 @@ class Checkpoint(Protocol):
         """Rows start .. stop - 1 of dimension 0, in fresh memory (never a mapping of the file)."""
         ...
 
-    def digest(self) -> str:
-        """sha256 over names, shapes, dtypes and bytes of all weight files: 64 hex digits."""
+    def digest(self, progress: ByteProgress | None = None) -> str:
+        """sha256 over names, shapes, dtypes and bytes of all weight files: 64 hex digits.
+
+        Reads every byte; `progress` is told how many.
+        """
         ...
 
 
