@@ -174,12 +174,14 @@ class _Comparison:
         """The checkpoint's digest; not computed again for a commit, which cannot change."""
         plan = self._plan
         assert plan.checkpoint is not None
-        if old is not None and plan.from_hub:
+        if not plan.from_hub or plan.settings.hub.force_download:
+            return plan.checkpoint.digest(self._clock.reporter.progress)
+        if old is not None:
             source = old.manifest.source
             same_weights = old.manifest.weights == plan.settings.weights
             if same_weights and (source.name, source.revision) == (plan.name, plan.revision):
                 return source.digest
-        if plan.from_hub and plan.revision is not None:
+        if plan.revision is not None:
             known = self._cache.source_digest(plan.name, plan.revision, plan.settings.weights)
             if known is not None:
                 return known
@@ -196,8 +198,13 @@ def _plan(
         checkpoint = open_local(settings, metadata)
         for note in (*metadata.notes, *(checkpoint.notes if checkpoint else ())):
             clock.reporter.note(note)
-        if isinstance(metadata.location, LocalModel) and settings.hub.cache_dir is not None:
-            clock.reporter.note(f"{settings.model} is a local path: --hf-cache-dir has no effect")
+        hub = {
+            "--hf-cache-dir": settings.hub.cache_dir is not None,
+            "--ensure-download": settings.hub.force_download,
+        }
+        for flag in (flag for flag, given in hub.items() if given):
+            if isinstance(metadata.location, LocalModel):
+                clock.reporter.note(f"{settings.model} is a local path: {flag} has no effect")
     if checkpoint is None and metadata.config is None and may_fetch:
         # A GGUF file holds its config itself: there is nothing to plan with before it is here.
         metadata = _fetch(settings, metadata, clock)

@@ -152,9 +152,7 @@ def find_reuse(
         if cached is None or not set(names) <= cached.entry.files.keys():
             return None
         entry = cached.entry
-        return Part(
-            path=cached.path, files=entry.files, where="cache", module_key=entry.module_key
-        )
+        return Part(path=cached.path, files=entry.files, where="cache", module_key=entry.module_key)
 
     return Reuse(
         old=old,

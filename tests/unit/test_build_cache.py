@@ -163,9 +163,7 @@ def test_ensure_compile_compiles_again(builds: Builds) -> None:
 
 
 def test_the_dry_run_knows_the_cache(builds: Builds) -> None:
-    elsewhere = settings(
-        builds.model, builds.root / "new", cache_dir=builds.cache, target="gfx942"
-    )
+    elsewhere = settings(builds.model, builds.root / "new", cache_dir=builds.cache, target="gfx942")
     reuse = plan_build(elsewhere, ListReporter()).reuse
     assert str(reuse) == "archives (from the cache) can be reused"
     assert not (builds.root / "new").exists()
@@ -178,6 +176,7 @@ def test_a_cache_that_cannot_be_written_is_a_note(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F06: nothing half written stays, and the bundle is there."""
+
     def full(source: Path, target: Path) -> None:
         target.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -227,6 +226,7 @@ def test_pruned_between_finding_and_linking(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stages run then, the exporter too, which had been skipped."""
+
     def gone(source: Path, target: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
 

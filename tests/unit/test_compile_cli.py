@@ -74,7 +74,7 @@ def run(*argv: object) -> int:
         (["--no-such-flag"], 2, "No such option: --no-such-flag"),
         (["--hf-model", "m", "verify", "d"], 2, "--hf-model before 'verify' has no effect"),
         (["no-such-command"], 2, "no-such-command"),
-        (["serve"], 2, "Missing option '--artifacts-dir'"),
+        (["serve"], 2, "nothing to serve"),
         (["serve", "--artifacts-dir", "./no/such", "--port", "0"], 1, "no/such"),
         (["serve", "--artifacts-dir", "d", "--device_ids", "x"], 2, "--device-ids"),
         (["inspect", "./no/such"], 1, "no bundle at"),

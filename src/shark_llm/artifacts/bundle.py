@@ -38,14 +38,18 @@ class Bundle:
     path: Path
     manifest: Manifest
 
+    def file(self, name: str) -> Path:
+        """Where the file of that name in the manifest is."""
+        return self.path / name
+
     @property
     def module(self) -> Path:
-        return self.path / self.manifest.module
+        return self.file(self.manifest.module)
 
     @property
     def archives(self) -> tuple[Path, ...]:
         """Of all ranks, model.irpa first."""
-        return tuple(self.path / name for name in self.manifest.archives)
+        return tuple(self.file(name) for name in self.manifest.archives)
 
 
 def open_bundle(
@@ -57,9 +61,9 @@ def open_bundle(
 ) -> Bundle:
     """Open the bundle at `directory`, which may be a symlink or read-only.
 
-    `verify` "digests" reads every byte, and tells `progress` how many. `runtime_version` is that of the installed
-    iree-base-runtime unless given. Raises VersionMismatchError for another schema or IREE version,
-    ArtifactError for anything missing, cut, changed or foreign, naming the file.
+    `verify` "digests" reads every byte, and tells `progress` how many. `runtime_version` is that of
+    the installed iree-base-runtime unless given. Raises VersionMismatchError for another schema or
+    IREE version, ArtifactError for anything missing, cut, changed or foreign, naming the file.
     """
     directory = directory.expanduser()
     while True:
@@ -125,9 +129,10 @@ def _open(
     _check_presence(directory, manifest)
     _check_identities(directory, manifest)  # before sizes: "of tp 1" says more than a wrong size
     _check_sizes(directory, manifest)
+    bundle = Bundle(path=directory, manifest=manifest)
     if verify == "digests":
-        _check_digests(directory, manifest, progress)
-    return Bundle(path=directory, manifest=manifest)
+        check_digests(bundle, progress)
+    return bundle
 
 
 def _check_names(directory: Path, manifest: Manifest) -> None:
@@ -167,15 +172,20 @@ def _check_identities(directory: Path, manifest: Manifest) -> None:
         check_archive(directory / archive_name(rank), expected)
 
 
-def _check_digests(directory: Path, manifest: Manifest, progress: ByteProgress | None) -> None:
-    found = digest_files(directory, manifest.files, progress)
-    wanted = manifest.files
+def check_digests(bundle: Bundle, progress: ByteProgress | None = None) -> None:
+    """Read every byte of an opened bundle, several files at a time, at the speed of the disk.
+
+    Raises ArtifactError naming the files that are not as the manifest says; OSError.
+    """
+    wanted = bundle.manifest.files
+    paths = {name: str(bundle.file(name).absolute()) for name in wanted}
+    found = digest_files(Path("/"), paths.values(), progress)
     faults = [
-        f"{name} has sha256 {found[name].sha256[:12]}... instead of {wanted[name].sha256[:12]}..."
-        for name in sorted(wanted)
-        if found[name] != wanted[name]
+        f"{name} has sha256 {found[path].sha256[:12]}... instead of {wanted[name].sha256[:12]}..."
+        for name, path in sorted(paths.items())
+        if found[path] != wanted[name]
     ]
-    _raise_if(faults, directory)
+    _raise_if(faults, bundle.path)
 
 
 def _raise_if(faults: list[str], directory: Path) -> None:

@@ -109,7 +109,8 @@ class StageCache:
         if fault:
             self._note(f"the cached {kind} {path} are not used: {fault}")
             if self.writes:
-                _remove(path)
+                with suppress(OSError):
+                    remove_entry(path)
             return None
         with suppress(OSError):  # a cache that is mounted read-only is used all the same
             os.utime(path)
@@ -165,7 +166,7 @@ class StageCache:
                 link_or_copy(directory / name, partial / name)
             _write_synced(partial / ENTRY_NAME, entry.model_dump_json(indent=2).encode())
             if path.exists():
-                _remove(path)
+                remove_entry(path)
             try:
                 partial.rename(path)
             except OSError as error:
@@ -211,8 +212,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def remove_leftovers(root: Path) -> int:
     """Remove what killed writers left; only for who holds the lock exclusively. Returns bytes."""
     removed = 0
-    for kind in KINDS:
-        for path in (root / kind).glob(".*-*"):
+    for pattern in (*(f"{kind}/.*-*" for kind in KINDS), f"{BUNDLES_NAME}/*/.removed-*"):
+        for path in root.glob(pattern):
             removed += directory_bytes(path)
             shutil.rmtree(path, ignore_errors=True)
     return removed
@@ -227,12 +228,11 @@ def directory_bytes(path: Path) -> int:
     return total
 
 
-def _remove(path: Path) -> None:
-    """Take an entry away in one step, so that nobody meets half of it."""
+def remove_entry(path: Path) -> None:
+    """Take an entry or a bundle away in one step, so that nobody meets half of it."""
     doomed = path.with_name(f".removed-{secrets.token_hex(4)}")
-    with suppress(OSError):
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _write_synced(path: Path, content: bytes) -> None:

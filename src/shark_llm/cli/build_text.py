@@ -30,7 +30,9 @@ def plan_lines(dry_run: DryRun) -> list[str]:
     what = "write" if reuse.archives is None else "reuse"
     lines += [f"{what:<8} {name}: {size} bytes" for name, size in plan.file_bytes.items()]
     if reuse.module is not None:
-        lines += [f"reuse    {name}: {info.size} bytes" for name, info in reuse.module.files.items()]
+        lines += [
+            f"reuse    {name}: {info.size} bytes" for name, info in reuse.module.files.items()
+        ]
     else:
         lines.append("write    model.vmfb: size known after compiling, some megabytes")
     if settings.dev_dir is not None:

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from shark_llm.cli import model_flags as flags
+
 _Bundle = Annotated[Path, typer.Argument(metavar="DIR", help="A bundle that shark-compile wrote.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def verify(
@@ -27,8 +27,8 @@ def verify(
             help="Run the module and compare it with the model, where that works here.",
         ),
     ] = True,
-    as_json: _Json = False,
-    debug: _Debug = False,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> None:
     """Check a bundle: versions, target, archives, sizes, digests and what it computes.
 
@@ -56,7 +56,7 @@ def verify(
     raise typer.Exit(1 if failed else 0)
 
 
-def inspect(directory: _Bundle, as_json: _Json = False, debug: _Debug = False) -> None:
+def inspect(directory: _Bundle, as_json: flags.Json = False, debug: flags.Debug = False) -> None:
     """Show what a bundle holds, from its manifest."""
     from shark_llm.artifacts.manifest import MANIFEST_NAME, read_manifest
     from shark_llm.inspection.summary import summarize, summary_lines
@@ -74,7 +74,7 @@ def repro(
         Path | None,
         typer.Option(metavar="DIR", help="The bundle's dev artifacts: names MLIR and flagfile."),
     ] = None,
-    debug: _Debug = False,
+    debug: flags.Debug = False,
 ) -> None:
     """Print a reproduction in Markdown, to paste into a report of a compiler bug."""
     from shark_llm.inspection.repro import repro_markdown
