@@ -21,6 +21,7 @@ from shark_llm.artifacts.manifest import Manifest, Placement, Source, Target
 from shark_llm.artifacts.stage_cache import CachePolicy, Note, StageCache, cache_root
 from shark_llm.checkpoint.aux_files import eos_token_ids, read_aux_files
 from shark_llm.checkpoint.config_only import ConfigOnlyCheckpoint
+from shark_llm.checkpoint.fp8 import read_scheme
 from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.checkpoint.source import Checkpoint
 from shark_llm.compile.dev_directory import check_replaceable
@@ -199,7 +200,7 @@ def make_plan(
     elif metadata.config is not None:
         aux_files = read_aux_files(metadata.path)
         more = eos_token_ids(metadata.path, aux_files)
-        config = config_from_hf(metadata.config, more_eos_token_ids=more)
+        config = config_from_hf(read_scheme(metadata.config)[0], more_eos_token_ids=more)
     else:
         raise UsageError(
             f"{metadata.name} holds its config itself and is not fetched yet "

@@ -14,6 +14,7 @@ import torch
 
 from shark_llm.artifacts.manifest import ByteProgress
 from shark_llm.checkpoint.aux_files import eos_token_ids, load_json, read_aux_files
+from shark_llm.checkpoint.fp8 import read_scheme
 from shark_llm.checkpoint.names import expected_parameters
 from shark_llm.checkpoint.source import ParameterInfo
 from shark_llm.errors import CheckpointError
@@ -49,7 +50,7 @@ class ConfigOnlyCheckpoint:
         if not isinstance(content, dict):
             raise CheckpointError(f"{path}: holds no JSON object: no model config")
         more = eos_token_ids(path.parent, self.aux_files)
-        self.config = config_from_hf(content, more_eos_token_ids=more)
+        self.config = config_from_hf(read_scheme(content)[0], more_eos_token_ids=more)
         self.notes: tuple[str, ...] = ()
         dtype = _DTYPES.get(self.config.torch_dtype or "", DEFAULT_DTYPE)
         self.parameters: Mapping[str, ParameterInfo] = {
