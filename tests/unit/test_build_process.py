@@ -22,7 +22,7 @@ import os, sys, time
 from shark_llm.cli.reporter import JsonReporter, end_when_closed
 from shark_llm.errors import HubError
 from shark_llm.stages import StageRecord
-end_when_closed(sys.stdin.buffer)
+end_when_closed(sys.stdin.fileno())
 assert sys.argv[-3:] == ["--progress", "json", "--end-with-stdin"]
 reporter = JsonReporter()
 exec(sys.argv[1])
@@ -45,7 +45,7 @@ def test_stages_and_bytes_are_reported(caplog: pytest.LogCaptureFixture) -> None
     reports = Reports()
     run_build(
         [
-            "reporter.start('fetch', 'org/name'); reporter.progress(100e6, 400e6)\n"
+            "reporter.start('fetch', 'org/name'); reporter.progress(100 * 10**6, 400 * 10**6)\n"
             "record = StageRecord(name='fetch', seconds=1.5, peak_memory_bytes=0, note='x')\n"
             "reporter.finish(record)\n"
             "reporter.start('publish', '/home/me/bundle'); reporter.note('mind this')\n"

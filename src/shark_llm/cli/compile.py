@@ -240,7 +240,7 @@ def build(
     console = Console()
     reporter = make_reporter(console, as_json=progress == "json")
     if end_with_stdin:
-        end_when_closed(sys.stdin.buffer)
+        end_when_closed(sys.stdin.fileno())
     # As for Ctrl-C: the compiler is ended and what is half written removed.
     signal.signal(signal.SIGTERM, _end)
     try:

@@ -17,13 +17,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, BinaryIO, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
+from shark_llm.artifacts.manifest import ByteProgress
 from shark_llm.errors import SharkError
 from shark_llm.stages import Reporter, StageRecord
 
@@ -185,15 +187,29 @@ def make_reporter(console: Console, *, as_json: bool = False) -> CommandReporter
     return LiveReporter(console) if live else PlainReporter(console)
 
 
-def end_when_closed(stream: BinaryIO) -> None:
-    """Send this process a SIGTERM when `stream` ends: whoever held its other end has gone."""
+def end_when_closed(fd: int) -> None:
+    """Send this process a SIGTERM when the pipe ends: whoever held its other end has gone."""
 
     def watch() -> None:
-        while stream.read(1 << 16):
+        # Not a file object's read: the interpreter cannot end while a daemon thread is in one.
+        while os.read(fd, 1 << 16):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="end-with-stdin", daemon=True).start()
+
+
+@contextmanager
+def live_bytes(what: str) -> Iterator[ByteProgress | None]:
+    """Bytes of one work on the terminal of standard error, gone at the end; None without one."""
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), _BytesColumn())
+    with Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 def byte_progress(done: int, total: int, seconds: float) -> str:

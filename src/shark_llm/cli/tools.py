@@ -34,13 +34,15 @@ def verify(
 
     Exits with 0 when it is sound, with 1 when a check fails.
     """
+    from shark_llm.cli.reporter import live_bytes
     from shark_llm.inspection.verify import verify_bundle
 
     checks = []
-    for check in verify_bundle(directory, digests=digests, golden=golden):
-        checks.append(check)
-        if not as_json:
-            typer.echo(f"{check.status:<8} {check.name:<26} {check.detail}")
+    with live_bytes("digests") as progress:
+        for check in verify_bundle(directory, digests=digests, golden=golden, progress=progress):
+            checks.append(check)
+            if not as_json:
+                typer.echo(f"{check.status:<8} {check.name:<26} {check.detail}")
     failed = sum(check.status == "FAILED" for check in checks)
     if as_json:
         result = {
