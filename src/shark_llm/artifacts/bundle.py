@@ -72,10 +72,7 @@ def open_bundle(
             bundle = _open(directory, verify, runtime_version, progress)
         except OSError as error:
             if _inode(directory) == before:
-                raise ArtifactError(
-                    f"cannot read {error.filename or directory} ({error.strerror}): "
-                    "copy the bundle again or rebuild it"
-                ) from error
+                raise _unreadable(error, directory) from error
         except ArtifactError:
             if _inode(directory) == before:
                 raise
@@ -175,17 +172,27 @@ def _check_identities(directory: Path, manifest: Manifest) -> None:
 def check_digests(bundle: Bundle, progress: ByteProgress | None = None) -> None:
     """Read every byte of an opened bundle, several files at a time, at the speed of the disk.
 
-    Raises ArtifactError naming the files that are not as the manifest says; OSError.
+    Raises ArtifactError naming the files that cannot be read or are not as the manifest says.
     """
     wanted = bundle.manifest.files
     paths = {name: str(bundle.file(name).absolute()) for name in wanted}
-    found = digest_files(Path("/"), paths.values(), progress)
+    try:
+        found = digest_files(Path("/"), paths.values(), progress)
+    except OSError as error:
+        raise _unreadable(error, bundle.path) from error
     faults = [
         f"{name} has sha256 {found[path].sha256[:12]}... instead of {wanted[name].sha256[:12]}..."
         for name, path in sorted(paths.items())
         if found[path] != wanted[name]
     ]
     _raise_if(faults, bundle.path)
+
+
+def _unreadable(error: OSError, directory: Path) -> ArtifactError:
+    return ArtifactError(
+        f"cannot read {error.filename or directory} ({error.strerror}): "
+        "copy the bundle again or rebuild it"
+    )
 
 
 def _raise_if(faults: list[str], directory: Path) -> None:
