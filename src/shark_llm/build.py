@@ -22,6 +22,7 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from shark_llm.artifacts.bundle import Bundle
 from shark_llm.artifacts.manifest import Manifest
@@ -38,12 +39,13 @@ from shark_llm.build_plan import (
     resolve,
 )
 from shark_llm.build_work import BuildWork, no_golden
+from shark_llm.checkpoint.known_digests import compute_digest, known_digest
 from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.compile.dev_artifacts import write_dev_artifacts
 from shark_llm.compile.dev_directory import describes, dev_staging, write_report
 from shark_llm.errors import CapacityError
 from shark_llm.hub import LocalModel, Metadata, fetch_weights
-from shark_llm.reuse import Reuse, find_reuse, keep_parts, manifest_digest, open_old
+from shark_llm.reuse import Reuse, find_reuse, is_all, keep_parts, manifest_digest, open_old
 from shark_llm.stages import Reporter, StageClock, StageRecord
 
 __all__ = ["BuildPlan", "BuildResult", "BuildSettings", "DryRun", "build", "plan_build"]
@@ -153,16 +155,23 @@ class _Comparison:
         if self._result is not None and seen == self._seen:
             return self._result
         with self._clock.stage("compare", f"with what {plan.out_dir} holds") as stage:
-            old = open_old(plan.out_dir, reporter.note, reporter.progress)
+            checked: Literal["sizes", "digests"] = (
+                "sizes" if plan.settings.quick_check else "digests"
+            )
+            old = self._open_old(checked)
             if self._digest is None:
                 self._digest = self._digest_of(old)
             expected = expected_manifest(plan, self._digest)
+            golden = plan.settings.verify and no_golden(plan, expected) is None
+            forced, aux_files = plan.settings.forced, plan.checkpoint.aux_files
+            if checked == "sizes" and not is_all(old, expected, aux_files, golden, forced):
+                old = self._open_old("digests")  # of which parts may be taken
             reuse = find_reuse(
                 old,
                 expected,
-                plan.checkpoint.aux_files,
-                golden=plan.settings.verify and no_golden(plan, expected) is None,
-                force=plan.settings.forced,
+                aux_files,
+                golden=golden,
+                force=forced,
                 cache=self._cache,
                 progress=reporter.progress,
             )
@@ -170,22 +179,32 @@ class _Comparison:
         self._seen, self._result = seen, (expected, reuse)
         return self._result
 
+    def _open_old(self, verify: Literal["sizes", "digests"]) -> Bundle | None:
+        reporter = self._clock.reporter
+        return open_old(
+            self._plan.out_dir, reporter.note, verify=verify, progress=reporter.progress
+        )
+
     def _digest_of(self, old: Bundle | None) -> str:
         """The checkpoint's digest; not computed again for a commit, which cannot change."""
-        plan = self._plan
+        plan, cache = self._plan, self._cache
         assert plan.checkpoint is not None
-        if not plan.from_hub or plan.settings.hub.force_download:
-            return plan.checkpoint.digest(self._clock.reporter.progress)
-        if old is not None:
-            source = old.manifest.source
-            same_weights = old.manifest.weights == plan.settings.weights
-            if same_weights and (source.name, source.revision) == (plan.name, plan.revision):
-                return source.digest
-        if plan.revision is not None:
-            known = self._cache.source_digest(plan.name, plan.revision, plan.settings.weights)
+        if plan.from_hub and not plan.settings.hub.force_download:
+            if old is not None:
+                source = old.manifest.source
+                same_weights = old.manifest.weights == plan.settings.weights
+                if same_weights and (source.name, source.revision) == (plan.name, plan.revision):
+                    return source.digest
+            if plan.revision is not None:
+                known = cache.source_digest(plan.name, plan.revision, plan.settings.weights)
+                if known is not None:
+                    return known
+        if plan.settings.quick_check and cache.reads and not plan.from_hub:
+            known = known_digest(cache.sources, plan.checkpoint)
             if known is not None:
                 return known
-        return plan.checkpoint.digest(self._clock.reporter.progress)
+        kept = cache.sources if cache.writes and not plan.from_hub else None
+        return compute_digest(kept, plan.checkpoint, self._clock.reporter.progress)
 
 
 def _plan(

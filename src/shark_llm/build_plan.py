@@ -78,6 +78,8 @@ class BuildSettings:
     cache_dir: Path | None = None
     """Of the stage cache; None: only the bundle in the same place is looked at."""
     cache_policy: CachePolicy = "on"
+    quick_check: bool = False
+    """Know an identical bundle, and a local checkpoint that was read before, by sizes and times."""
     ensure: tuple[Ensured, ...] = ()
     """Stages that run whatever is there already; `HubSettings.force_download` is another one."""
     hub: HubSettings = field(default_factory=HubSettings)

@@ -5,7 +5,8 @@
     archives     the same weights, dtype and plan: whatever the target or the entry points
     module       the same shapes, entry points, target and versions: whatever the weights
 
-A bundle or a cache entry counts only when every byte of it is as its manifest says.
+A part counts only when every byte of it is as its manifest says. The bundle as a whole may be taken
+by its sizes, as a server does that loads it: where that is asked for, and nothing is made of it.
 """
 
 from __future__ import annotations
@@ -107,13 +108,17 @@ def manifest_digest(directory: Path) -> str | None:
 
 
 def open_old(
-    out_dir: Path, note: Callable[[str], None], progress: ByteProgress | None = None
+    out_dir: Path,
+    note: Callable[[str], None],
+    *,
+    verify: Literal["sizes", "digests"],
+    progress: ByteProgress | None = None,
 ) -> Bundle | None:
     """The bundle at `out_dir`, if there is a sound one."""
     if manifest_digest(out_dir) is None:
         return None
     try:
-        return open_bundle(out_dir, verify="digests", progress=progress)
+        return open_bundle(out_dir, verify=verify, progress=progress)
     except ArtifactError as error:
         note(f"the old bundle is not reused: {error}")
         return None
@@ -134,9 +139,8 @@ def find_reuse(
     `aux_files` are the checkpoint's small files. `golden`: whether a golden check is part of what
     is asked for.
     """
-    # As it will be read back: JSON has lists where Python has tuples.
     expected = Manifest.model_validate_json(encode_manifest(expected))
-    if old is not None and not force.any and _is_all(old.manifest, expected, aux_files, golden):
+    if old is not None and is_all(old, expected, aux_files, golden, force):
         return Reuse(
             old=old,
             everything=True,
@@ -233,15 +237,23 @@ def _key(inputs: Any) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def _is_all(
-    old: Manifest, expected: Manifest, aux_files: Mapping[str, bytes], golden: bool
+def is_all(
+    old: Bundle | None,
+    expected: Manifest,
+    aux_files: Mapping[str, bytes],
+    golden: bool,
+    force: Force,
 ) -> bool:
-    """Whether `old` is just what is expected, and as well checked."""
+    """Whether `old` is just what is expected, and as well checked, and no stage is forced."""
+    if old is None or force.any:
+        return False
+    # As it will be read back: JSON has lists where Python has tuples.
+    expected = Manifest.model_validate_json(encode_manifest(expected))
     made: dict[str, object] = {"files": {}, "golden": None, "module_key": ""}
     return (
-        old.model_copy(update=made) == expected.model_copy(update=made)
-        and _same_aux_files(old, aux_files)
-        and (old.golden is not None or not golden)
+        old.manifest.model_copy(update=made) == expected.model_copy(update=made)
+        and _same_aux_files(old.manifest, aux_files)
+        and (old.manifest.golden is not None or not golden)
     )
 
 

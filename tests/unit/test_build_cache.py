@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import pytest
 
 import tiny
 from build_harness import FakeCompileSide, ListReporter, settings
-from shark_llm.artifacts import stage_cache
+from shark_llm.artifacts import manifest, stage_cache
 from shark_llm.artifacts.bundle import open_bundle
 from shark_llm.artifacts.stage_cache import cache_root
 from shark_llm.build import BuildResult, build, plan_build
+from shark_llm.checkpoint import known_digests
 
 
 @pytest.fixture
@@ -247,3 +250,74 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert cache_root(None) == tmp_path / "xdg" / "shark"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_root(None) == tmp_path / "home" / ".cache" / "shark"
+
+
+# --- --quick-check -------------------------------------------------------------------------------
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The big files that are read to their end from now on."""
+    read: list[str] = []
+    real = manifest.digest_files
+
+    def digest_files(root: Path, names: Iterable[str], *args: Any) -> dict[str, Any]:
+        names = list(names)
+        read.extend(Path(name).name for name in names if Path(name).suffix != ".json")
+        return real(root, names, *args)
+
+    for module in ("artifacts.bundle", "artifacts.publish", "artifacts.stage_cache"):
+        monkeypatch.setattr(f"shark_llm.{module}.digest_files", digest_files)
+    monkeypatch.setattr("shark_llm.checkpoint.safetensors.digest_files", digest_files)
+    return read
+
+
+@pytest.fixture
+def settled(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> Builds:
+    """The checkpoint has been there for an hour, as far as the clock tells."""
+    real = time.time
+    monkeypatch.setattr(known_digests.time, "time", lambda: real() + 3600)
+    builds.build(out_dir=builds.first.path)
+    return builds
+
+
+def test_a_quick_check_reads_no_weights(settled: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's second start takes seconds, whatever the size of the model."""
+    read = count_reads(monkeypatch)
+    wanted = settings(settled.model, settled.first.path, cache_dir=settled.cache, quick_check=True)
+    assert build(wanted, ListReporter()).reused
+    assert read == []
+    careful = settings(settled.model, settled.first.path, cache_dir=settled.cache)
+    assert build(careful, ListReporter()).reused
+    assert {"model.safetensors", "model.irpa", "model.vmfb"} <= set(read)
+
+
+def test_a_quick_check_takes_no_part_unread(settled: Builds) -> None:
+    """For another target the archives are taken: only after every byte is compared."""
+    path = settled.first.path / "model.irpa"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)  # of the cache too, since it is a link
+    settled.build(target="gfx942", out_dir=settled.first.path, quick_check=True)
+    assert settled.notes()[0] == ""
+    assert any("damaged: model.irpa" in note for note in settled.reporter.notes)
+    assert any("cached archives" in note for note in settled.reporter.notes)
+
+
+def test_a_quick_check_sees_a_cut_file_and_a_changed_checkpoint(settled: Builds) -> None:
+    out_dir = settled.first.path
+    with (out_dir / "model.vmfb").open("ab") as file:
+        file.write(b"x")
+    assert not settled.build(out_dir=out_dir, quick_check=True).reused
+    old = settled.model / "model.safetensors"
+    times = old.stat()
+    new = tiny.write_tiny(settled.root / "new", seed=9) / "model.safetensors"
+    old.write_bytes(new.read_bytes())
+    os.utime(old, ns=(times.st_atime_ns, times.st_mtime_ns))  # ctime tells all the same
+    result = settled.build(out_dir=out_dir, quick_check=True)
+    assert not result.reused
+    assert result.manifest.source.digest != settled.first.manifest.source.digest
+
+
+def test_a_checkpoint_that_has_just_changed_is_not_remembered(builds: Builds) -> None:
+    """Within the same tick of the clock a second change would show the same times."""
+    assert not (builds.cache / "sources").exists()

@@ -99,6 +99,7 @@ def test_the_command_that_builds(tmp_path: Path) -> None:
         "--tp=8",
         "--compile-target=gfx942",
         "--batch-sizes-decode", "1", "8",
+        "--quick-check",
         "--ensure-compile",
     ]  # fmt: skip
     assert model.out_dir.parent == tmp_path / "bundles" / "org--name"

@@ -14,6 +14,7 @@ from shark_llm.artifacts.manifest import MANIFEST_NAME, read_manifest
 from shark_llm.artifacts.stage_cache import (
     BUNDLES_NAME,
     KINDS,
+    SOURCES_NAME,
     directory_bytes,
     read_entry,
     remove_entry,
@@ -79,6 +80,9 @@ def prune(root: Path, *, unused_days: float, dry_run: bool) -> Pruned:
                 if content.kind == BUNDLES_NAME:
                     with suppress(OSError):  # of the model, when this was its last bundle
                         content.path.parent.rmdir()
+            for memo in (root / SOURCES_NAME).glob("*"):  # some hundred bytes each
+                if memo.stat().st_mtime <= before:
+                    memo.unlink()
         finally:
             os.close(fd)
     except BlockingIOError as error:

@@ -3,6 +3,7 @@
     {root}/archives/{key}/           entry.json, model.irpa, model.rank{r}.irpa
            modules/{key}/            entry.json, model.vmfb
            bundles/{model}/{key}/    the bundles of `shark-serve --model-path`
+           sources/                  digests of local checkpoints (checkpoint.known_digests)
            .lock                     held shared while an entry is put, exclusively by cleaners
 
 A key is the digest of all that a stage's result depends on. Files are hard links to those of the
@@ -45,6 +46,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 CACHE_DIR_VARIABLE = "SHARK_CACHE_DIR"
 ENTRY_NAME = "entry.json"
 BUNDLES_NAME = "bundles"
+SOURCES_NAME = "sources"
 
 Note = Callable[[str], None]
 
@@ -123,6 +125,11 @@ class StageCache:
             if (source.name, source.revision, cached.entry.weights) == (name, revision, weights):
                 return source.digest
         return None
+
+    @property
+    def sources(self) -> Path:
+        """The directory of known digests of checkpoints."""
+        return self.root / SOURCES_NAME
 
     def has_entries(self) -> bool:
         """Whether there is anything to look for."""

@@ -46,6 +46,7 @@ class ConfigOnlyCheckpoint:
             self.aux_files: Mapping[str, bytes] = read_aux_files(directory)
         else:
             self.aux_files = {CONFIG_NAME: _read(path)}
+        self._path = path
         content = load_json(path, self.aux_files[CONFIG_NAME])
         if not isinstance(content, dict):
             raise CheckpointError(f"{path}: holds no JSON object: no model config")
@@ -64,6 +65,10 @@ class ConfigOnlyCheckpoint:
         rows, *rest = info.shape
         assert 0 <= start <= stop <= rows, f"{name}: rows {start}..{stop} of {rows}"
         return torch.full((stop - start, *rest), DUMMY_VALUE, dtype=info.dtype)
+
+    @property
+    def weight_paths(self) -> tuple[Path, ...]:
+        return (self._path,)
 
     def digest(self, progress: ByteProgress | None = None) -> str:
         """sha256 of config.json: what a model without weights is told from others by."""

@@ -151,6 +151,10 @@ class GgufCheckpoint:
         half, pair = within // (head_dim // 2), within % (head_dim // 2)
         return self._rows(tensor, first, last)[wanted - within - first + 2 * pair + half]
 
+    @property
+    def weight_paths(self) -> tuple[Path, ...]:
+        return (self._path,)
+
     def digest(self, progress: ByteProgress | None = None) -> str:
         """sha256 of the file's content, header included: names, shapes, types and bytes."""
         name = self._path.name

@@ -99,6 +99,10 @@ class SafetensorsCheckpoint:
             block=scaled.block,
         )
 
+    @property
+    def weight_paths(self) -> tuple[Path, ...]:
+        return tuple(self._files)
+
     def digest(self, progress: ByteProgress | None = None) -> str:
         """sha256 over name, size and content of each weight file, in the order of their names.
 

@@ -45,6 +45,11 @@ class Checkpoint(Protocol):
     """What a user should know though it is no error, one line each: a config that lies about the
     dtype, a file passed over. The command line prints them."""
 
+    @property
+    def weight_paths(self) -> tuple[Path, ...]:
+        """The files that `digest` depends on."""
+        ...
+
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows start .. stop - 1 of dimension 0, in fresh memory (never a mapping of the file)."""
         ...

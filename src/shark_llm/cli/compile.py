@@ -159,6 +159,15 @@ def build(
     ensure_download: flags.EnsureDownload = False,
     ensure_export: flags.EnsureExport = False,
     ensure_compile: flags.EnsureCompile = False,
+    quick_check: Annotated[
+        bool,
+        typer.Option(
+            "--quick-check",
+            help="Know an identical bundle, and a local checkpoint that was read before, by sizes "
+            "and times, as rsync does, without reading every byte.",
+            rich_help_panel=flags.CACHE,
+        ),
+    ] = False,
     progress: Annotated[
         str,
         typer.Option(
@@ -229,6 +238,7 @@ def build(
         verify=verify_result,
         cache_dir=cache_root(cache_dir),
         cache_policy=cast("CachePolicy", cache_policy),
+        quick_check=quick_check,
         ensure=_ensured(export=ensure_export, compile=ensure_compile),
         hub=HubSettings(
             revision=revision,

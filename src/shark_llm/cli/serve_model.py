@@ -191,7 +191,8 @@ class ModelToBuild:
         ):
             if sizes:
                 words += [f"--batch-sizes-{phase}", *map(str, sizes)]
-        return words + [f"--ensure-{stage}" for stage in self.ensure]
+        # What is loaded is checked by its sizes, or by --verify-digests of the server.
+        return [*words, "--quick-check", *(f"--ensure-{stage}" for stage in self.ensure)]
 
     def check(self, device: str | None, device_ids: Sequence[int] | None) -> None:
         """Refuse before hours of compiling what cannot be served here. Raises UsageError and
