@@ -88,8 +88,7 @@ def plan_build(settings: BuildSettings, reporter: Reporter) -> DryRun:
     cache = settings.open_cache(reporter.note)
     plan, _ = _plan(settings, clock, may_fetch=False)
     reuse, expected = Reuse(), expected_manifest(plan, _UNKNOWN_DIGEST)
-    something = manifest_digest(plan.out_dir) is not None or cache.has_entries()
-    if plan.checkpoint is not None and something:
+    if plan.checkpoint is not None and _something_is_there(plan, cache):
         expected, reuse = _Comparison(plan, cache, clock).run()
     return DryRun(
         plan=plan,
@@ -111,8 +110,9 @@ def build(settings: BuildSettings, reporter: Reporter) -> BuildResult:
     plan, metadata = _plan(settings, clock, may_fetch=True)
     comparison = _Comparison(plan, cache, clock)
     needed = plan.needed_bytes
-    if plan.checkpoint is not None and manifest_digest(plan.out_dir) is not None:
-        # Before the lock is taken: an identical run needs neither it nor a writable place.
+    if plan.checkpoint is not None and _something_is_there(plan, cache):
+        # Before the lock is taken: an identical run needs neither it nor a writable place, and
+        # what can be linked needs no room.
         _, reuse = comparison.run()
         if reuse.old is not None and reuse.everything and _dev_is_there(plan):
             return _reused(plan, reuse.old, clock)
@@ -127,12 +127,12 @@ def build(settings: BuildSettings, reporter: Reporter) -> BuildResult:
             return _reused(plan, reuse.old, clock)
         with dev_staging(plan.dev_dir) as dev:
             manifest = BuildWork(plan, expected, reuse, staging, dev, clock).run()
+            keep_parts(cache, manifest, staging.path, replace=settings.forced.any)
             if dev is not None and plan.dev_dir is not None:
                 write_dev_artifacts(
                     dev, dev_dir=plan.dev_dir, bundle_dir=plan.out_dir, manifest=manifest
                 )
                 write_report(dev, _report(plan, manifest, manifest_digest(staging.path), clock))
-    keep_parts(cache, manifest, plan.out_dir, replace=settings.forced.any)
     return BuildResult(
         path=plan.out_dir, manifest=manifest, stages=tuple(clock.records), reused=False
     )
@@ -164,7 +164,8 @@ class _Comparison:
             expected = expected_manifest(plan, self._digest)
             golden = plan.settings.verify and no_golden(plan, expected) is None
             forced, aux_files = plan.settings.forced, plan.checkpoint.aux_files
-            if checked == "sizes" and not is_all(old, expected, aux_files, golden, forced):
+            whole = is_all(old, expected, aux_files, golden, forced)
+            if old is not None and checked == "sizes" and not whole:
                 old = self._open_old("digests")  # of which parts may be taken
             reuse = find_reuse(
                 old,
@@ -248,6 +249,10 @@ def _fetch(settings: BuildSettings, metadata: Metadata, clock: StageClock) -> Me
 def _plan_fetched(settings: BuildSettings, plan: BuildPlan, metadata: Metadata) -> BuildPlan:
     """Plan again with what the weights say themselves."""
     return make_plan(settings, metadata, open_checkpoint(metadata.path), plan.target)
+
+
+def _something_is_there(plan: BuildPlan, cache: StageCache) -> bool:
+    return manifest_digest(plan.out_dir) is not None or cache.has_entries()
 
 
 def _reused(plan: BuildPlan, old: Bundle, clock: StageClock) -> BuildResult:

@@ -195,7 +195,7 @@ def check_linked(linked: Mapping[str, FileInfo], sealed: Manifest) -> None:
 
 
 def keep_parts(cache: StageCache, manifest: Manifest, directory: Path, *, replace: bool) -> None:
-    """Put the archives and the module of a published bundle into the cache."""
+    """Put the archives and the module of a sealed bundle into the cache."""
     # As it is read from the file: keys are of that form.
     manifest = Manifest.model_validate_json(encode_manifest(manifest))
     of_model = f"{manifest.source.name}, {manifest.dtype}, tp {manifest.tp}"

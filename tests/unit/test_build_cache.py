@@ -18,6 +18,7 @@ from shark_llm.artifacts.bundle import open_bundle
 from shark_llm.artifacts.stage_cache import cache_root
 from shark_llm.build import BuildResult, build, plan_build
 from shark_llm.checkpoint import known_digests
+from shark_llm.errors import CapacityError
 
 
 @pytest.fixture
@@ -83,6 +84,17 @@ def test_a_fine_tune_of_the_same_shape_reuses_the_module(builds: Builds) -> None
     tuned = tiny.write_tiny(builds.root / "tuned", seed=7)
     builds.build(tuned)
     assert builds.notes() == ["", FROM_CACHE, FROM_CACHE]
+
+
+def test_what_is_linked_needs_no_room(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with room for the module alone is enough when the archives are there."""
+    usage = stage_cache.shutil.disk_usage(builds.root)
+    room = 67543040 - 434176
+    monkeypatch.setattr(stage_cache.shutil, "disk_usage", lambda path: usage._replace(free=room))
+    builds.build(target="gfx942")
+    assert builds.notes() == [FROM_CACHE, "", ""]
+    with pytest.raises(CapacityError):
+        builds.build(target="gfx942", cache_policy="off")
 
 
 def test_the_old_bundle_may_be_gone(builds: Builds) -> None:

@@ -81,6 +81,7 @@ def run(*argv: object) -> int:
         (["serve"], 2, "nothing to serve"),
         (["serve", "--artifacts-dir", "./no/such", "--port", "0"], 1, "no/such"),
         (["serve", "--artifacts-dir", "d", "--device_ids", "x"], 2, "--device-ids"),
+        (["cache"], 2, "Missing command"),
         (["inspect", "./no/such"], 1, "no bundle at"),
         (["repro", "./no/such"], 1, "no bundle at"),
     ],

@@ -22,7 +22,6 @@ DEFAULT_UNUSED_DAYS = 30.0
 app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
-    no_args_is_help=True,
     help="What earlier builds have left for later ones: list, prune, path.",
 )
 
