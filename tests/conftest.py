@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 SMOLLM2 = TESTS.parent / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+_CACHE_NUMBERS = itertools.count()
 KINDS = frozenset({"unit", "property", "golden", "iree", "e2e", "docs"})
 
 
@@ -35,6 +38,21 @@ def _is_loopback(address: Any) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _session_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The stage cache of fixtures that live longer than a test: never the user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARK_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "session"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(_session_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has an empty stage cache: what fakes have made is for nobody else."""
+    own = f"{os.environ['SHARK_CACHE_DIR']}-{next(_CACHE_NUMBERS)}"
+    monkeypatch.setenv("SHARK_CACHE_DIR", own)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,16 +3,17 @@
     resolve   name -> files, those of the hub but for the weights       hub, checkpoint
     plan      config -> target, tensor parallel plan, sizes             build_plan
     fetch     weights that are still on the hub                         hub
-    compare   checkpoint's digest, what an older bundle has of it       reuse
+    compare   checkpoint's digest, what is there of it already          reuse
     shard     checkpoint -> model.irpa, model.rank{r}.irpa              sharding.apply
     export    config + plan -> model.mlir                               export
     compile   model.mlir -> model.vmfb                                  compile.compiler
     dump      the compiler's phases, where they are asked for           compile.compiler
     verify    compiled module == eager model, where it can run          golden_run
     publish   manifest, digests, atomic rename                          artifacts.publish
+    keep      links to the archives and the module                      artifacts.stage_cache
 
-Nothing of the old bundle is touched before `publish`. What an older bundle in the same place has
-already is linked from it instead of made again.
+Nothing of the old bundle is touched before `publish`. What an older bundle in the same place or the
+stage cache has already is linked instead of made again.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from shark_llm.artifacts.bundle import Bundle
 from shark_llm.artifacts.manifest import Manifest
 from shark_llm.artifacts.publish import publish
+from shark_llm.artifacts.stage_cache import StageCache
 from shark_llm.build_plan import (
     BuildPlan,
     BuildSettings,
@@ -36,12 +39,13 @@ from shark_llm.build_plan import (
     resolve,
 )
 from shark_llm.build_work import BuildWork, no_golden
+from shark_llm.checkpoint.known_digests import compute_digest, known_digest
 from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.compile.dev_artifacts import write_dev_artifacts
 from shark_llm.compile.dev_directory import describes, dev_staging, write_report
 from shark_llm.errors import CapacityError
 from shark_llm.hub import LocalModel, Metadata, fetch_weights
-from shark_llm.reuse import Reuse, find_reuse, manifest_digest, open_old
+from shark_llm.reuse import Reuse, find_reuse, is_all, keep_parts, manifest_digest, open_old
 from shark_llm.stages import Reporter, StageClock, StageRecord
 
 __all__ = ["BuildPlan", "BuildResult", "BuildSettings", "DryRun", "build", "plan_build"]
@@ -81,10 +85,11 @@ class DryRun:
 def plan_build(settings: BuildSettings, reporter: Reporter) -> DryRun:
     """The stages up to compare, fetching no weights: everything that can be refused is refused."""
     clock = StageClock(reporter)
+    cache = settings.open_cache(reporter.note)
     plan, _ = _plan(settings, clock, may_fetch=False)
     reuse, expected = Reuse(), expected_manifest(plan, _UNKNOWN_DIGEST)
-    if plan.checkpoint is not None and manifest_digest(plan.out_dir) is not None:
-        expected, reuse = _Comparison(plan, clock).run()
+    if plan.checkpoint is not None and _something_is_there(plan, cache):
+        expected, reuse = _Comparison(plan, cache, clock).run()
     return DryRun(
         plan=plan,
         reuse=reuse,
@@ -101,11 +106,13 @@ def build(settings: BuildSettings, reporter: Reporter) -> BuildResult:
     were. Another build of the same directory is waited for.
     """
     clock = StageClock(reporter)
+    cache = settings.open_cache(reporter.note)
     plan, metadata = _plan(settings, clock, may_fetch=True)
-    comparison = _Comparison(plan, clock)
+    comparison = _Comparison(plan, cache, clock)
     needed = plan.needed_bytes
-    if plan.checkpoint is not None and manifest_digest(plan.out_dir) is not None:
-        # Before the lock is taken: an identical run needs neither it nor a writable place.
+    if plan.checkpoint is not None and _something_is_there(plan, cache):
+        # Before the lock is taken: an identical run needs neither it nor a writable place, and
+        # what can be linked needs no room.
         _, reuse = comparison.run()
         if reuse.old is not None and reuse.everything and _dev_is_there(plan):
             return _reused(plan, reuse.old, clock)
@@ -114,12 +121,13 @@ def build(settings: BuildSettings, reporter: Reporter) -> BuildResult:
     with publish(plan.out_dir, needed_bytes=needed, on_wait=reporter.note) as staging:
         if plan.checkpoint is None:
             plan = _plan_fetched(settings, plan, _fetch(settings, metadata, clock))
-            comparison = _Comparison(plan, clock)
+            comparison = _Comparison(plan, cache, clock)
         expected, reuse = comparison.run()  # again: who was waited for may have published just this
         if reuse.old is not None and reuse.everything and _dev_is_there(plan):
             return _reused(plan, reuse.old, clock)
         with dev_staging(plan.dev_dir) as dev:
             manifest = BuildWork(plan, expected, reuse, staging, dev, clock).run()
+            keep_parts(cache, manifest, staging.path, replace=settings.forced.any)
             if dev is not None and plan.dev_dir is not None:
                 write_dev_artifacts(
                     dev, dev_dir=plan.dev_dir, bundle_dir=plan.out_dir, manifest=manifest
@@ -131,10 +139,10 @@ def build(settings: BuildSettings, reporter: Reporter) -> BuildResult:
 
 
 class _Comparison:
-    """Compares what is asked for with the bundle that is there, reading each only once."""
+    """Compares what is asked for with what is there, reading each only once."""
 
-    def __init__(self, plan: BuildPlan, clock: StageClock) -> None:
-        self._plan, self._clock = plan, clock
+    def __init__(self, plan: BuildPlan, cache: StageCache, clock: StageClock) -> None:
+        self._plan, self._cache, self._clock = plan, cache, clock
         self._digest: str | None = None
         self._seen: str | None = None
         self._result: tuple[Manifest, Reuse] | None = None
@@ -147,30 +155,57 @@ class _Comparison:
         if self._result is not None and seen == self._seen:
             return self._result
         with self._clock.stage("compare", f"with what {plan.out_dir} holds") as stage:
-            old = open_old(plan.out_dir, reporter.note)
+            checked: Literal["sizes", "digests"] = (
+                "sizes" if plan.settings.quick_check else "digests"
+            )
+            old = self._open_old(checked)
             if self._digest is None:
                 self._digest = self._digest_of(old)
             expected = expected_manifest(plan, self._digest)
+            golden = plan.settings.verify and no_golden(plan, expected) is None
+            forced, aux_files = plan.settings.forced, plan.checkpoint.aux_files
+            whole = is_all(old, expected, aux_files, golden, forced)
+            if old is not None and checked == "sizes" and not whole:
+                old = self._open_old("digests")  # of which parts may be taken
             reuse = find_reuse(
                 old,
                 expected,
-                plan.checkpoint.aux_files,
-                golden=plan.settings.verify and no_golden(plan, expected) is None,
+                aux_files,
+                golden=golden,
+                force=forced,
+                cache=self._cache,
+                progress=reporter.progress,
             )
             stage.note = str(reuse)
         self._seen, self._result = seen, (expected, reuse)
         return self._result
 
+    def _open_old(self, verify: Literal["sizes", "digests"]) -> Bundle | None:
+        reporter = self._clock.reporter
+        return open_old(
+            self._plan.out_dir, reporter.note, verify=verify, progress=reporter.progress
+        )
+
     def _digest_of(self, old: Bundle | None) -> str:
         """The checkpoint's digest; not computed again for a commit, which cannot change."""
-        plan = self._plan
+        plan, cache = self._plan, self._cache
         assert plan.checkpoint is not None
-        if old is not None and plan.from_hub:
-            source = old.manifest.source
-            same_weights = old.manifest.weights == plan.settings.weights
-            if same_weights and (source.name, source.revision) == (plan.name, plan.revision):
-                return source.digest
-        return plan.checkpoint.digest()
+        if plan.from_hub and not plan.settings.hub.force_download:
+            if old is not None:
+                source = old.manifest.source
+                same_weights = old.manifest.weights == plan.settings.weights
+                if same_weights and (source.name, source.revision) == (plan.name, plan.revision):
+                    return source.digest
+            if plan.revision is not None:
+                known = cache.source_digest(plan.name, plan.revision, plan.settings.weights)
+                if known is not None:
+                    return known
+        if plan.settings.quick_check and cache.reads and not plan.from_hub:
+            known = known_digest(cache.sources, plan.checkpoint)
+            if known is not None:
+                return known
+        kept = cache.sources if cache.writes and not plan.from_hub else None
+        return compute_digest(kept, plan.checkpoint, self._clock.reporter.progress)
 
 
 def _plan(
@@ -183,8 +218,13 @@ def _plan(
         checkpoint = open_local(settings, metadata)
         for note in (*metadata.notes, *(checkpoint.notes if checkpoint else ())):
             clock.reporter.note(note)
-        if isinstance(metadata.location, LocalModel) and settings.hub.cache_dir is not None:
-            clock.reporter.note(f"{settings.model} is a local path: --hf-cache-dir has no effect")
+        hub = {
+            "--hf-cache-dir": settings.hub.cache_dir is not None,
+            "--ensure-download": settings.hub.force_download,
+        }
+        for flag in (flag for flag, given in hub.items() if given):
+            if isinstance(metadata.location, LocalModel):
+                clock.reporter.note(f"{settings.model} is a local path: {flag} has no effect")
     if checkpoint is None and metadata.config is None and may_fetch:
         # A GGUF file holds its config itself: there is nothing to plan with before it is here.
         metadata = _fetch(settings, metadata, clock)
@@ -211,6 +251,10 @@ def _plan_fetched(settings: BuildSettings, plan: BuildPlan, metadata: Metadata) 
     return make_plan(settings, metadata, open_checkpoint(metadata.path), plan.target)
 
 
+def _something_is_there(plan: BuildPlan, cache: StageCache) -> bool:
+    return manifest_digest(plan.out_dir) is not None or cache.has_entries()
+
+
 def _reused(plan: BuildPlan, old: Bundle, clock: StageClock) -> BuildResult:
     clock.reporter.note(f"{plan.out_dir} is what was asked for already: nothing to do")
     return BuildResult(
@@ -228,7 +272,10 @@ def _dev_is_there(plan: BuildPlan) -> bool:
 
 
 def _needed_bytes(plan: BuildPlan, reuse: Reuse) -> int:
-    return plan.needed_bytes - (sum(plan.file_bytes.values()) if reuse.archives else 0)
+    """Links take no room, and archives of another file system are copied."""
+    part = reuse.archives
+    linked = part is not None and _disk(part.path)[0] == _disk(plan.out_dir)[0]
+    return plan.needed_bytes - (sum(plan.file_bytes.values()) if linked else 0)
 
 
 def _check_fetch_fits(plan: BuildPlan, needed: int) -> None:

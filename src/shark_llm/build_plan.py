@@ -18,8 +18,10 @@ from typing import Literal
 from shark_llm import __version__
 from shark_llm.artifacts.irpa import archive_name, archive_ranks
 from shark_llm.artifacts.manifest import Manifest, Placement, Source, Target
+from shark_llm.artifacts.stage_cache import CachePolicy, Note, StageCache, cache_root
 from shark_llm.checkpoint.aux_files import eos_token_ids, read_aux_files
 from shark_llm.checkpoint.config_only import ConfigOnlyCheckpoint
+from shark_llm.checkpoint.fp8 import read_scheme
 from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.checkpoint.source import Checkpoint
 from shark_llm.compile.dev_directory import check_replaceable
@@ -36,11 +38,13 @@ from shark_llm.planner import (
     device_memory,
     required_bytes,
 )
+from shark_llm.reuse import Force
 from shark_llm.sharding.apply import TORCH_DTYPES
 from shark_llm.sharding.plan import plan_parameters, plan_ranks
 
 DtypeChoice = Literal["auto", "bf16", "f16", "f32"]
 WeightsChoice = Literal["checkpoint", "dummy"]
+Ensured = Literal["export", "compile"]
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -71,7 +75,30 @@ class BuildSettings:
     """Build what does not fit its GPU."""
     verify: bool = True
     """Run the golden check where the target can run."""
+    cache_dir: Path | None = None
+    """Of the stage cache; None: only the bundle in the same place is looked at."""
+    cache_policy: CachePolicy = "on"
+    quick_check: bool = False
+    """Know an identical bundle, and a local checkpoint that was read before, by sizes and times."""
+    ensure: tuple[Ensured, ...] = ()
+    """Stages that run whatever is there already; `HubSettings.force_download` is another one."""
     hub: HubSettings = field(default_factory=HubSettings)
+
+    @property
+    def forced(self) -> Force:
+        """The stages that may reuse nothing."""
+        everything = self.cache_policy in ("off", "redo")
+        return Force(
+            archives=everything,
+            export=everything or "export" in self.ensure,
+            compile=everything or "compile" in self.ensure,
+        )
+
+    def open_cache(self, note: Note) -> StageCache:
+        """The stage cache; one that has and keeps nothing where there is none."""
+        if self.cache_dir is None:
+            return StageCache(Path(), "off", note)
+        return StageCache(cache_root(self.cache_dir), self.cache_policy, note)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +202,7 @@ def make_plan(
     elif metadata.config is not None:
         aux_files = read_aux_files(metadata.path)
         more = eos_token_ids(metadata.path, aux_files)
-        config = config_from_hf(metadata.config, more_eos_token_ids=more)
+        config = config_from_hf(read_scheme(metadata.config)[0], more_eos_token_ids=more)
     else:
         raise UsageError(
             f"{metadata.name} holds its config itself and is not fetched yet "
@@ -244,17 +271,19 @@ def build_versions() -> dict[str, str]:
     packages = ("iree-base-compiler", "iree-base-runtime", "torch")
     return {
         "shark-llm": __version__,
-        "shark-llm-source": _source_digest(),
+        "shark-llm-source": _source_digest("model", "export", "sharding", "compile"),
+        "shark-llm-weights-source": _source_digest("checkpoint", "sharding"),
         "python": platform.python_version(),
         **{package: importlib.metadata.version(package) for package in packages},
     }
 
 
-def _source_digest() -> str:
-    """Of this package's own files that decide what is computed: a changed exporter is no reuse."""
+def _source_digest(*folders: str) -> str:
+    """Of those of this package's own files that decide what is computed: a changed exporter or
+    dequantization is no reuse."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
-    for folder in ("model", "export", "sharding", "compile"):
+    for folder in folders:
         for path in sorted((package / folder).glob("*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -17,7 +17,7 @@ from shark_llm.compile.compiler import run_compiler, shell_script
 from shark_llm.compile.dev_artifacts import MLIR_NAME, SCRIPT_NAME
 from shark_llm.golden import read_parameters
 from shark_llm.golden_run import run_golden, why_not_here
-from shark_llm.reuse import Reuse, check_linked, link_files
+from shark_llm.reuse import Part, Reuse, check_linked, link_files, old_part
 from shark_llm.sharding.apply import TORCH_DTYPES, write_archives
 from shark_llm.sharding.archives import write_dummy_archives
 from shark_llm.stages import StageClock
@@ -39,7 +39,7 @@ class BuildWork:
         self.reuse, self.staging, self.dev, self.clock = reuse, staging, dev, clock
         assert plan.checkpoint is not None
         self.checkpoint: Checkpoint = plan.checkpoint
-        self.linked: list[str] = []
+        self.linked: dict[str, FileInfo] = {}
 
     def run(self) -> Manifest:
         """All of them; returns the sealed manifest."""
@@ -49,18 +49,18 @@ class BuildWork:
             (self.staging.path / name).write_bytes(data)
         golden = self.verify(manifest)
         with self.clock.stage("publish", str(self.staging.target)):
-            sealed = self.staging.seal(manifest.model_copy(update={"golden": golden}))
-            if self.reuse.old is not None:
-                check_linked(self.linked, self.reuse.old.manifest, sealed)
+            sealed = self.staging.seal(
+                manifest.model_copy(update={"golden": golden}), self.clock.reporter.progress
+            )
+            check_linked(self.linked, sealed)
         return sealed
 
     def shard(self) -> None:
-        plan, expected, old = self.plan, self.expected, self.reuse.old
+        plan, expected, part = self.plan, self.expected, self.reuse.archives
         size = sum(plan.file_bytes.values())
         with self.clock.stage("shard", f"{size / 1e6:.1f} MB") as stage:
-            if old is not None and self.reuse.archives:
-                self.linked += link_files(old, self.staging, expected.archives)
-                stage.note = "reused"
+            if part is not None and self.link(part, expected.archives):
+                stage.note = part.note()
                 return
             identity = Identity(
                 model=expected.source.digest, tp=expected.tp, rank=None, dtype=expected.dtype
@@ -81,38 +81,27 @@ class BuildWork:
 
     def export_and_compile(self) -> Manifest:
         """The module and, where asked for, its source and the compiler's phases."""
-        plan, old, dev = self.plan, self.reuse.old, self.dev
+        plan, dev, part = self.plan, self.dev, self.reuse.module
+        may_skip = part is not None and not plan.settings.forced.export
         source = (dev or self.staging.path) / MLIR_NAME
         with self.clock.stage("export", ", ".join(e.name for e in self.expected.entry_points)) as s:
-            if old is not None and self.reuse.module and (dev is None or self.find_source(source)):
-                key = old.manifest.module_key
-                s.note = "reused"
+            if part is not None and may_skip and (dev is None or self.find_source(part, source)):
+                key = part.module_key
+                s.note = part.note()
             else:
-                # Imported here: tracing machinery takes seconds to load, and reuse does without.
-                from shark_llm.export.compose import export_module
-
-                exported = export_module(
-                    plan.config,
-                    plan.plan,
-                    plan.settings.tp,
-                    plan.export,
-                    plan.target.attention_form,
-                    plan.target.linear_form,
-                )
-                assert exported.entry_points == self.expected.entry_points
-                assert exported.caches == self.expected.caches
-                source.write_text(exported.mlir)
-                key = _module_key(exported.mlir, plan.flags)
+                key = self.write_source(source)
         manifest = self.expected.model_copy(update={"module_key": key})
         if dev is not None:  # before the compiler runs: what a failure is reproduced with
             script = dev / SCRIPT_NAME
             script.write_text(shell_script(MLIR_NAME, manifest.module, plan.flags))
             script.chmod(0o755)
         with self.clock.stage("compile", plan.target.name) as stage:
-            if old is not None and old.manifest.module_key == key:
-                self.linked += link_files(old, self.staging, (manifest.module,))
-                stage.note = "reused"
+            part = self.module_of(key)
+            if part is not None and self.link(part, (manifest.module,)):
+                stage.note = part.note()
             else:
+                if not source.exists():  # the cached module was pruned since it was found
+                    self.write_source(source)
                 result = run_compiler(source, self.staging.path / manifest.module, plan.flags)
                 stage.child_peak_bytes = result.peak_memory_bytes
         if dev is None:
@@ -127,16 +116,52 @@ class BuildWork:
                 scrap.unlink()
         return manifest
 
-    def find_source(self, source: Path) -> bool:
-        """Copy the old module's MLIR from the dev artifacts that are there, if it is intact."""
-        old, dev_dir = self.reuse.old, self.plan.dev_dir
-        assert old is not None
+    def write_source(self, source: Path) -> str:
+        """Export the MLIR; returns the module's key."""
+        # Imported here: tracing machinery takes seconds to load, and reuse does without.
+        from shark_llm.export.compose import export_module
+
+        plan = self.plan
+        exported = export_module(
+            plan.config,
+            plan.plan,
+            plan.settings.tp,
+            plan.export,
+            plan.target.attention_form,
+            plan.target.linear_form,
+        )
+        assert exported.entry_points == self.expected.entry_points
+        assert exported.caches == self.expected.caches
+        source.write_text(exported.mlir)
+        return _module_key(exported.mlir, plan.flags)
+
+    def link(self, part: Part, names: tuple[str, ...]) -> bool:
+        """Take files of `part`; False when they have gone since they were found."""
+        if not link_files(part, self.staging, names):
+            return False
+        self.linked |= {name: part.files[name] for name in names}
+        return True
+
+    def module_of(self, key: str) -> Part | None:
+        """A module of that MLIR, flags and compiler, whoever exported it."""
+        old = self.reuse.old
+        if self.plan.settings.forced.compile:
+            return None
+        if self.reuse.module is not None and self.reuse.module.module_key == key:
+            return self.reuse.module
+        if old is not None and old.manifest.module_key == key:
+            return old_part(old, (old.manifest.module,))
+        return None
+
+    def find_source(self, part: Part, source: Path) -> bool:
+        """Copy the module's MLIR from the dev artifacts that are there, if it is intact."""
+        dev_dir = self.plan.dev_dir
         assert dev_dir is not None
         try:
             mlir = (dev_dir / MLIR_NAME).read_text()
         except (OSError, ValueError):
             return False
-        if _module_key(mlir, self.plan.flags) != old.manifest.module_key:
+        if _module_key(mlir, self.plan.flags) != part.module_key:
             return False
         source.write_text(mlir)
         return True

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +56,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 @pytest.fixture(scope="module")
 def server(built: Built) -> Iterator[str]:
+    """The address of a server of the bundle as it was built."""
+    with serving(built.bundle.parent / "serve.log", "--artifacts-dir", built.bundle) as url:
+        yield url
+
+
+@contextmanager
+def serving(log: Path, *argv: object) -> Iterator[str]:
     """The address of a shark-serve process; it must end with 0 on SIGTERM."""
-    log = built.bundle.parent / "serve.log"
-    command = [BIN / "shark-compile", "serve", "--artifacts-dir", built.bundle, "--port", "0"]
+    command = [BIN / "shark-compile", "serve", *map(str, argv), "--port", "0"]
     command += ["--device-ids", "0"]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -132,6 +140,78 @@ def test_chat_and_streaming(server: str) -> None:
         streamed += json.loads(line)["choices"][0]["delta"].get("content") or ""
     assert streamed == text
     assert whole["usage"]["completion_tokens"] > 0
+
+
+def listing(directory: Path) -> dict[str, tuple[int, int]]:
+    return {p.name: (p.stat().st_size, p.stat().st_mtime_ns) for p in directory.iterdir()}
+
+
+def move(bundle: Path, target: Path, how: str) -> Path:
+    """The bundle in another place."""
+    if how == "cp":
+        subprocess.run(["cp", "-r", bundle, target], check=True)
+    elif how == "tar":  # as rsync -a: times and modes are kept, files arrive one by one
+        target.mkdir()
+        subprocess.run(f"tar -C {bundle} -c . | tar -C {target} -xp", shell=True, check=True)
+    elif how == "rsync":
+        if shutil.which("rsync") is None:
+            pytest.skip("rsync is not installed")
+        subprocess.run(["rsync", "-a", f"{bundle}/", target], check=True)
+    elif how == "read-only":
+        shutil.copytree(bundle, target)
+        for path in (*target.iterdir(), target):
+            path.chmod(path.stat().st_mode & ~0o222)
+    elif how == "link":
+        target.symlink_to(bundle)
+    elif how == "links to files":
+        target.mkdir()
+        for path in bundle.iterdir():
+            (target / path.name).symlink_to(path)
+    return target
+
+
+@pytest.mark.parametrize("how", ["cp", "tar", "rsync", "read-only", "link", "links to files"])
+def test_a_moved_bundle_serves(built: Built, server: str, tmp_path: Path, how: str) -> None:
+    """Wherever it lies, and it is not written to; every byte is checked before it is loaded."""
+    moved = move(built.bundle, tmp_path / "moved", how)
+    before = listing(moved)
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    wanted = httpx.post(f"{server}/v1/completions", json=body, timeout=60).json()["choices"]
+    with serving(tmp_path / "log", "--artifacts-dir", moved, "--verify-digests") as url:
+        found = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert found == wanted
+    assert listing(moved) == before
+
+
+def test_a_damaged_copy_is_not_served(built: Built, tmp_path: Path) -> None:
+    """One bit of a weight: sizes alone would serve it."""
+    moved = move(built.bundle, tmp_path / "moved", "cp")
+    archive = bytearray((moved / "model.irpa").read_bytes())
+    archive[-5000] ^= 1
+    (moved / "model.irpa").write_bytes(archive)
+    argv = ["--artifacts-dir", moved, "--port", "0", "--verify-digests"]
+    result = run("shark-serve", *argv)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("shark-serve: error: the bundle")
+    assert "damaged: model.irpa has sha256" in last
+
+
+def test_a_bundle_taken_apart_serves(built: Built, server: str, tmp_path: Path) -> None:
+    """The older stack's command line, on this project's own files."""
+    big = tmp_path / "big"
+    big.mkdir()
+    small = Path(shutil.copytree(built.bundle, tmp_path / "small"))
+    vmfb = (small / "model.vmfb").rename(big / "llama.vmfb")
+    irpa = (small / "model.irpa").rename(big / "llama_tp1.irpa")
+    config = (small / "manifest.json").rename(big / "served.json")
+    argv = ["--tokenizer_json", small / "tokenizer.json", "--model_config", config]
+    argv += ["--vmfb", vmfb, "--parameters", irpa, "--device=local-task"]
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    wanted = httpx.post(f"{server}/v1/completions", json=body, timeout=60).json()["choices"]
+    with serving(tmp_path / "log", *argv) as url:
+        found = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
+    assert found == wanted
 
 
 def test_the_second_run_is_reused(built: Built) -> None:

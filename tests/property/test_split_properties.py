@@ -102,7 +102,7 @@ class RandomCheckpoint:
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self.tensors[name][start:stop].clone()
 
-    def digest(self) -> str:
+    def digest(self, progress: object = None) -> str:
         return "d" * 64
 
 

@@ -172,3 +172,38 @@ def test_the_token_is_nowhere(
     for path in tmp_path.rglob("*"):
         if path.is_file():
             assert GOOD_TOKEN.encode() not in path.read_bytes(), path
+
+
+def test_another_target_of_a_commit_needs_no_second_digest(
+    tmp_path: Path,
+    hub: LoopbackHub,
+    compile_side: FakeCompileSide,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reading 800 GB to learn what the cache knows already would be no reuse."""
+    add_tiny(hub, tmp_path)
+    cache = {"cache_dir": tmp_path / "cache"}
+    first = build(settings("org/tiny", tmp_path / "one", **cache), ListReporter())
+
+    def digest(self: object, progress: object = None) -> str:
+        raise AssertionError("the checkpoint is read again")
+
+    monkeypatch.setattr("shark_llm.checkpoint.safetensors.SafetensorsCheckpoint.digest", digest)
+    reporter = ListReporter()
+    other = settings("org/tiny", tmp_path / "two", target="gfx942", **cache)
+    second = build(other, reporter)
+    assert reporter.stage_note("shard") == "reused from the cache"
+    assert second.manifest.source == first.manifest.source
+
+
+def test_ensure_download_fetches_again_and_then_finds_nothing_to_do(
+    tmp_path: Path, hub: LoopbackHub, compile_side: FakeCompileSide
+) -> None:
+    add_tiny(hub, tmp_path)
+    build(settings("org/tiny", tmp_path / "bundle"), ListReporter())
+    hub.requests.clear()
+    reporter = ListReporter()
+    forced = settings("org/tiny", tmp_path / "bundle", hub=HubSettings(force_download=True))
+    assert build(forced, reporter).reused
+    assert "fetch" in reporter.started
+    assert fetched_weights(hub)

@@ -186,8 +186,8 @@ def test_a_bundle_that_is_exchanged_while_checked_is_checked_again(
 
 
 def test_a_file_that_cannot_be_read_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(root: Path, names: object) -> None:
-        raise OSError(errno.EIO, "Input/output error", str(root / "model.vmfb"))
+    def fail(root: Path, names: object, progress: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(bundle / "model.vmfb"))
 
     monkeypatch.setattr(module, "digest_files", fail)
     assert "model.vmfb (Input/output error)" in refusal(bundle, "digests")

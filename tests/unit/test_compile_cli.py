@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -71,12 +72,16 @@ def run(*argv: object) -> int:
         (["--hf-model", "./m", "--page-size", "17", "--dry-run"], 2, "page size 17"),
         (["--hf-model", "./m", "--page-size", "0", "--dry-run"], 2, "page size 0"),
         (["--hf-model", "./m", "--revision", "a b", "--dry-run"], 2, "revision 'a b'"),
+        (["--hf-model", "m", "--cache-policy", "no", "--dry-run"], 2, "one of on, off, redo, read"),
+        (["--hf-model", "m", "--progress", "no", "--dry-run"], 2, "it must be one of auto, json"),
+        (["--hf-model", "m", "cache", "list"], 2, "--hf-model before 'cache' has no effect"),
         (["--no-such-flag"], 2, "No such option: --no-such-flag"),
         (["--hf-model", "m", "verify", "d"], 2, "--hf-model before 'verify' has no effect"),
         (["no-such-command"], 2, "no-such-command"),
-        (["serve"], 2, "Missing option '--artifacts-dir'"),
+        (["serve"], 2, "nothing to serve"),
         (["serve", "--artifacts-dir", "./no/such", "--port", "0"], 1, "no/such"),
         (["serve", "--artifacts-dir", "d", "--device_ids", "x"], 2, "--device-ids"),
+        (["cache"], 2, "Missing command"),
         (["inspect", "./no/such"], 1, "no bundle at"),
         (["repro", "./no/such"], 1, "no bundle at"),
     ],
@@ -121,6 +126,33 @@ def test_build_again_and_dry_run(
     assert f"nothing to do: {tmp_path / 'b'}" in capsys.readouterr().out
     assert run(*argv, "--dry-run", "--page-size", "32") == 0
     assert "reuse    model.irpa: 434176 bytes" in capsys.readouterr().out
+
+
+def test_stages_can_be_forced(
+    tmp_path: Path, t0: Path, compile_side: FakeCompileSide, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cache is where the environment says; each flag forces its stage."""
+    argv = ["--hf-model", t0, "--compile-target", "x86-64-v3", "--output-artifacts-dir"]
+    work = []
+    for flags in ([], [], ["--ensure-export"], ["--ensure-compile"], ["--cache-policy", "off"]):
+        assert run(*argv, tmp_path / f"b{len(work)}", *flags) == 0
+        work.append((compile_side.exports, compile_side.compiles))
+    assert work == [(1, 1), (1, 1), (2, 1), (3, 2), (4, 3)]
+    capsys.readouterr()
+    assert run("cache", "list") == 0
+    assert "2 entries" in capsys.readouterr().out
+
+
+def test_progress_as_json_tells_errors_too(
+    tmp_path: Path, t0: Path, compile_side: FakeCompileSide, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--hf-model", t0, "--output-artifacts-dir", tmp_path / "b", "--progress", "json"]
+    assert run(*argv) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (events[0]["event"], events[-1]["event"]) == ("start", "done")
+    assert run(*argv, "--tp", "5") == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["event"], last["class"]) == ("error", "ShardingError")
 
 
 def test_sharding_mode_and_tp_are_the_same(
@@ -225,6 +257,22 @@ def test_without_the_compile_side_the_remedy_is_said(
     )
 
 
+def test_compiler_and_runtime_of_different_releases_are_refused(
+    t0: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """F10: before hours of compiling a module that this runtime would not load."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        "importlib.metadata.version",
+        lambda name: "3.9.0" if name == "iree-base-compiler" else real(name),
+    )
+    message = f"iree-base-compiler 3.9.0 and iree-base-runtime {real('iree-base-runtime')} do not"
+    assert run("--version") == 0
+    assert message in capsys.readouterr().out
+    assert run("--hf-model", t0, "--dry-run") == 1
+    assert message in capsys.readouterr().err
+
+
 def test_the_token_comes_from_the_environment_or_a_flag(
     tmp_path: Path, t0: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +329,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["inspect", "BUNDLE"], 0),
         (["verify", "BUNDLE", "--no-golden"], 0),
         (["repro", "BUNDLE"], 0),
+        (["cache", "list"], 0),
+        (["cache", "prune"], 0),
         (["serve", "--help"], 0),
         (["plan", "--help"], 0),
         (["serve", "--artifacts-dir", "./no/such", "--port", "0"], 1),

@@ -92,6 +92,13 @@ def test_null_kv_heads_of_mistral_mean_all_heads() -> None:
     ("overrides", "named"),
     [
         ({"architectures": ["GraniteForCausalLM"], "model_type": "granite"}, "GraniteForCausalLM"),
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, "Qwen2ForCausalLM"),
+        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "Qwen3ForCausalLM"),
+        ({"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}, "Phi3ForCausalLM"),
+        ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "Gemma2ForCausalLM"),
+        ({"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}, "OlmoForCausalLM"),
+        ({"architectures": ["CohereForCausalLM"], "model_type": "cohere"}, "CohereForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "MixtralForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
         ({"architectures": ...}, ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from loopback_hub import Fault, LoopbackHub, read_files, serve_hub
-from shark_llm.errors import CapacityError, HubError
+from shark_llm.errors import CapacityError, HubError, UsageError
 from shark_llm.hub import HubSettings, Metadata, fetch_metadata, fetch_weights, parse_model
 from tiny import write_tiny
 
@@ -311,3 +312,49 @@ def test_a_disk_that_fills_up_is_named(hub: LoopbackHub, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CapacityError, match="the disk is full"):
         fetch_weights(metadata, settings=SETTINGS)
+
+
+# --- --ensure-download ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_forced_files_are_fetched_though_they_are_cached(
+    hub: LoopbackHub, home: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """What a bad disk has done to a cached file no size shows; also where there are no links."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_SYMLINKS", not links)
+    resolved = fetch_weights(metadata_of(), settings=SETTINGS)
+    damaged = (resolved.path / SHARDS[1]).resolve()
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    assert metadata_of().missing_bytes == 0
+    forced = dataclasses.replace(SETTINGS, force_download=True)
+    metadata = metadata_of(forced)
+    assert metadata.missing_bytes == metadata.total_bytes
+    hub.requests.clear()
+    again = fetch_weights(metadata, settings=forced)
+    assert [ranges(hub, name) for name in SHARDS] == [["all"], ["all"]]
+    assert read_files(again.path) == read_files(tiny)
+
+
+def test_a_forced_download_that_fails_leaves_what_was_there(hub: LoopbackHub, tiny: Path) -> None:
+    resolved = fetch_weights(metadata_of(), settings=SETTINGS)
+    forced = dataclasses.replace(SETTINGS, force_download=True)
+    metadata = metadata_of(forced)
+    hub.fault(SHARDS[0], Fault(cut_after=0))
+    with pytest.raises(HubError, match="the download stopped at 0"):
+        fetch_weights(metadata, settings=forced)
+    assert read_files(resolved.path) == read_files(tiny)
+
+
+def test_a_forced_download_needs_the_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Using the cache instead would be to ignore the flag."""
+    fetch_weights(metadata_of(), settings=SETTINGS)
+    forced = dataclasses.replace(SETTINGS, force_download=True)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(HubError, match="no network"):
+        metadata_of(forced)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UsageError, match="HF_HUB_OFFLINE forbids it"):
+        metadata_of(forced)

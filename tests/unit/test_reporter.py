@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 from rich.console import Console
 
 from shark_llm.cli import reporter as reporter_module
 from shark_llm.cli.reporter import LiveReporter, PlainReporter, byte_progress, make_reporter
+from shark_llm.errors import HubError
 from shark_llm.stages import StageRecord
 
 RECORD = StageRecord(name="shard", seconds=1.26, peak_memory_bytes=410_000_000, note="reused")
@@ -81,3 +83,33 @@ def test_byte_progress() -> None:
         "120 of 480 MB (25 %), 40 MB/s, 9 s left"
     )
     assert byte_progress(0, 0, 0.0) == "0 of 0 MB (0 %)"
+
+
+def test_json_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For programs: every event on a line of its own, bytes at most ten times a second."""
+    shown, text = console(terminal=True)
+    reporter = make_reporter(shown, as_json=True)
+    clock = iter([0.0, 1.0, 1.05, 1.2, 2.0])
+    monkeypatch.setattr(reporter_module.time, "monotonic", lambda: next(clock))
+    reporter.start("shard", "480 MB")
+    for done in (100, 110, 240, 480):
+        reporter.progress(done * 1_000_000, 480_000_000)
+    reporter.finish(RECORD)
+    reporter.note("a\nnote")
+    reporter.fail(HubError("no network"))
+    reporter.say(["bundle   b"])
+    reporter.close()
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event.pop("event") for event in events] == [
+        "start", "progress", "progress", "progress", "finish", "note", "error", "done",
+    ]  # fmt: skip
+    assert events[0] == {"stage": "shard", "what": "480 MB"}
+    assert [event["done"] for event in events[1:4]] == [100_000_000, 240_000_000, 480_000_000]
+    assert events[1]["text"] == "100 of 480 MB (20 %), 100 MB/s, 4 s left"
+    assert events[4:] == [
+        {"stage": "shard", "seconds": 1.26, "note": "reused"},
+        {"text": "a\nnote"},
+        {"class": "HubError", "message": "no network"},
+        {"lines": ["bundle   b"]},
+    ]
+    assert text.getvalue() == ""

@@ -72,7 +72,11 @@ def run(*argv: str) -> int:
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        ([], 2, "Missing option '--artifacts-dir'"),
+        (
+            [],
+            2,
+            "nothing to serve: name a bundle with --artifacts-dir, or a model with --model-path",
+        ),
         (["--no-such-flag"], 2, "No such option: --no-such-flag"),
         (["--artifacts-dir", "d", "--port", "x"], 2, "--port"),
         (["--artifacts-dir", "d", "--port", "70000"], 2, "port is 70000; it must be in 0..65535"),

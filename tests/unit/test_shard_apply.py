@@ -42,7 +42,7 @@ class CountingCheckpoint:
         self.reads.append((name, start, stop))
         return self.tensors[name][start:stop].clone()
 
-    def digest(self) -> str:
+    def digest(self, progress: object = None) -> str:
         return "c" * 64
 
 

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Literal
 
 from shark_llm.artifacts.irpa import Identity, archive_name, archive_ranks, check_archive
-from shark_llm.artifacts.manifest import MANIFEST_NAME, Manifest, digest_files, read_manifest
+from shark_llm.artifacts.manifest import (
+    MANIFEST_NAME,
+    ByteProgress,
+    Manifest,
+    digest_files,
+    read_manifest,
+)
 from shark_llm.artifacts.publish import Staging, publish
 from shark_llm.errors import ArtifactError, VersionMismatchError
 
@@ -32,14 +38,18 @@ class Bundle:
     path: Path
     manifest: Manifest
 
+    def file(self, name: str) -> Path:
+        """Where the file of that name in the manifest is."""
+        return self.path / name
+
     @property
     def module(self) -> Path:
-        return self.path / self.manifest.module
+        return self.file(self.manifest.module)
 
     @property
     def archives(self) -> tuple[Path, ...]:
         """Of all ranks, model.irpa first."""
-        return tuple(self.path / name for name in self.manifest.archives)
+        return tuple(self.file(name) for name in self.manifest.archives)
 
 
 def open_bundle(
@@ -47,24 +57,22 @@ def open_bundle(
     *,
     verify: Literal["sizes", "digests"] = "sizes",
     runtime_version: str | None = None,
+    progress: ByteProgress | None = None,
 ) -> Bundle:
     """Open the bundle at `directory`, which may be a symlink or read-only.
 
-    `verify` "digests" reads every byte. `runtime_version` is that of the installed
-    iree-base-runtime unless given. Raises VersionMismatchError for another schema or IREE version,
-    ArtifactError for anything missing, cut, changed or foreign, naming the file.
+    `verify` "digests" reads every byte, and tells `progress` how many. `runtime_version` is that of
+    the installed iree-base-runtime unless given. Raises VersionMismatchError for another schema or
+    IREE version, ArtifactError for anything missing, cut, changed or foreign, naming the file.
     """
     directory = directory.expanduser()
     while True:
         before = _inode(directory)
         try:
-            bundle = _open(directory, verify, runtime_version)
+            bundle = _open(directory, verify, runtime_version, progress)
         except OSError as error:
             if _inode(directory) == before:
-                raise ArtifactError(
-                    f"cannot read {error.filename or directory} ({error.strerror}): "
-                    "copy the bundle again or rebuild it"
-                ) from error
+                raise _unreadable(error, directory) from error
         except ArtifactError:
             if _inode(directory) == before:
                 raise
@@ -107,7 +115,10 @@ def _minor(version: str) -> str:
 
 
 def _open(
-    directory: Path, verify: Literal["sizes", "digests"], runtime_version: str | None
+    directory: Path,
+    verify: Literal["sizes", "digests"],
+    runtime_version: str | None,
+    progress: ByteProgress | None,
 ) -> Bundle:
     manifest = read_manifest(directory / MANIFEST_NAME)
     check_versions(manifest.versions, runtime_version=runtime_version)
@@ -115,9 +126,10 @@ def _open(
     _check_presence(directory, manifest)
     _check_identities(directory, manifest)  # before sizes: "of tp 1" says more than a wrong size
     _check_sizes(directory, manifest)
+    bundle = Bundle(path=directory, manifest=manifest)
     if verify == "digests":
-        _check_digests(directory, manifest)
-    return Bundle(path=directory, manifest=manifest)
+        check_digests(bundle, progress)
+    return bundle
 
 
 def _check_names(directory: Path, manifest: Manifest) -> None:
@@ -157,15 +169,30 @@ def _check_identities(directory: Path, manifest: Manifest) -> None:
         check_archive(directory / archive_name(rank), expected)
 
 
-def _check_digests(directory: Path, manifest: Manifest) -> None:
-    found = digest_files(directory, manifest.files)
-    wanted = manifest.files
+def check_digests(bundle: Bundle, progress: ByteProgress | None = None) -> None:
+    """Read every byte of an opened bundle, several files at a time, at the speed of the disk.
+
+    Raises ArtifactError naming the files that cannot be read or are not as the manifest says.
+    """
+    wanted = bundle.manifest.files
+    paths = {name: str(bundle.file(name).absolute()) for name in wanted}
+    try:
+        found = digest_files(Path("/"), paths.values(), progress)
+    except OSError as error:
+        raise _unreadable(error, bundle.path) from error
     faults = [
-        f"{name} has sha256 {found[name].sha256[:12]}... instead of {wanted[name].sha256[:12]}..."
-        for name in sorted(wanted)
-        if found[name] != wanted[name]
+        f"{name} has sha256 {found[path].sha256[:12]}... instead of {wanted[name].sha256[:12]}..."
+        for name, path in sorted(paths.items())
+        if found[path] != wanted[name]
     ]
-    _raise_if(faults, directory)
+    _raise_if(faults, bundle.path)
+
+
+def _unreadable(error: OSError, directory: Path) -> ArtifactError:
+    return ArtifactError(
+        f"cannot read {error.filename or directory} ({error.strerror}): "
+        "copy the bundle again or rebuild it"
+    )
 
 
 def _raise_if(faults: list[str], directory: Path) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,11 @@ SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 
 Dim = int | str
+
+ByteProgress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+_BLOCK_BYTES = 1 << 20
 
 
 class Frozen(BaseModel):
@@ -189,17 +194,31 @@ def read_manifest(path: Path) -> Manifest:
         ) from error
 
 
-def digest_files(root: Path, names: Iterable[str]) -> dict[str, FileInfo]:
+def digest_files(
+    root: Path, names: Iterable[str], progress: ByteProgress | None = None
+) -> dict[str, FileInfo]:
     """Size and sha256 of each of the files `names` below `root`, several at a time.
 
-    Hashing releases the GIL, so threads give the speed of the disk or of all cores.
+    Hashing releases the GIL, so threads give the speed of the disk or of all cores. `progress` is
+    called in the caller's thread, about ten times a second. Raises OSError.
     """
+    ordered = sorted(names)
+    total = sum((root / name).stat().st_size for name in ordered)
+    done = dict.fromkeys(ordered, 0)
 
     def digest(name: str) -> FileInfo:
-        with (root / name).open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            return FileInfo(size=os.fstat(file.fileno()).st_size, sha256=sha256)
+        sha256, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
+        with (root / name).open("rb", buffering=0) as file:
+            while count := file.readinto(block):
+                sha256.update(block[:count])
+                done[name] += count
+        return FileInfo(size=done[name], sha256=sha256.hexdigest())
 
-    ordered = sorted(names)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(ordered, pool.map(digest, ordered), strict=True))
+        futures = {name: pool.submit(digest, name) for name in ordered}
+        pending: set[Future[FileInfo]] = set(futures.values())
+        while pending:
+            _, pending = wait(pending, timeout=0.1)
+            if progress is not None:
+                progress(min(sum(done.values()), total), total)
+    return {name: future.result() for name, future in futures.items()}

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from shark_llm.artifacts.manifest import (
     MANIFEST_NAME,
+    ByteProgress,
     FileInfo,
     Manifest,
     digest_files,
@@ -59,13 +60,13 @@ class Staging:
         self.target = target
         self.sealed = False
 
-    def seal(self, manifest: Manifest) -> Manifest:
+    def seal(self, manifest: Manifest, progress: ByteProgress | None = None) -> Manifest:
         """Digest every file below `path` into `manifest.files` and write manifest.json.
 
         All files reach the disk before the manifest does. Returns the completed manifest.
         """
         names = list(_files_below(self.path))
-        files: dict[str, FileInfo] = digest_files(self.path, names)
+        files: dict[str, FileInfo] = digest_files(self.path, names, progress)
         missing = {manifest.module, *manifest.archives} - files.keys()
         assert not missing, f"the bundle lacks {missing}"
         manifest = manifest.model_copy(update={"files": files})

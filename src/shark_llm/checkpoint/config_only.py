@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
+from shark_llm.artifacts.manifest import ByteProgress
 from shark_llm.checkpoint.aux_files import eos_token_ids, load_json, read_aux_files
+from shark_llm.checkpoint.fp8 import read_scheme
 from shark_llm.checkpoint.names import expected_parameters
 from shark_llm.checkpoint.source import ParameterInfo
 from shark_llm.errors import CheckpointError
@@ -44,11 +46,12 @@ class ConfigOnlyCheckpoint:
             self.aux_files: Mapping[str, bytes] = read_aux_files(directory)
         else:
             self.aux_files = {CONFIG_NAME: _read(path)}
+        self._path = path
         content = load_json(path, self.aux_files[CONFIG_NAME])
         if not isinstance(content, dict):
             raise CheckpointError(f"{path}: holds no JSON object: no model config")
         more = eos_token_ids(path.parent, self.aux_files)
-        self.config = config_from_hf(content, more_eos_token_ids=more)
+        self.config = config_from_hf(read_scheme(content)[0], more_eos_token_ids=more)
         self.notes: tuple[str, ...] = ()
         dtype = _DTYPES.get(self.config.torch_dtype or "", DEFAULT_DTYPE)
         self.parameters: Mapping[str, ParameterInfo] = {
@@ -63,7 +66,11 @@ class ConfigOnlyCheckpoint:
         assert 0 <= start <= stop <= rows, f"{name}: rows {start}..{stop} of {rows}"
         return torch.full((stop - start, *rest), DUMMY_VALUE, dtype=info.dtype)
 
-    def digest(self) -> str:
+    @property
+    def weight_paths(self) -> tuple[Path, ...]:
+        return (self._path,)
+
+    def digest(self, progress: ByteProgress | None = None) -> str:
         """sha256 of config.json: what a model without weights is told from others by."""
         return hashlib.sha256(b"dummy weights\0" + self.aux_files[CONFIG_NAME]).hexdigest()
 

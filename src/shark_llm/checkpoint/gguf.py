@@ -9,7 +9,6 @@ D below is head_dim.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from shark_llm.artifacts.manifest import ByteProgress, digest_files
 from shark_llm.checkpoint.gguf_file import GgufTensor, read_gguf
 from shark_llm.checkpoint.gguf_tokenizer import special_token_ids, tokenizer_files
 from shark_llm.checkpoint.names import check_weight_map, expected_parameters
@@ -151,10 +151,14 @@ class GgufCheckpoint:
         half, pair = within // (head_dim // 2), within % (head_dim // 2)
         return self._rows(tensor, first, last)[wanted - within - first + 2 * pair + half]
 
-    def digest(self) -> str:
+    @property
+    def weight_paths(self) -> tuple[Path, ...]:
+        return (self._path,)
+
+    def digest(self, progress: ByteProgress | None = None) -> str:
         """sha256 of the file's content, header included: names, shapes, types and bytes."""
-        with self._path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        name = self._path.name
+        return digest_files(self._path.parent, [name], progress)[name].sha256
 
     def _rows(self, tensor: GgufTensor, start: int, stop: int) -> torch.Tensor:
         """Rows of dimension 0 in the file's order. A vector counts as one row of the format."""

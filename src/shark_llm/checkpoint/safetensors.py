@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import torch
 
+from shark_llm.artifacts.manifest import ByteProgress, digest_files
 from shark_llm.checkpoint.aux_files import eos_token_ids, load_json, read_aux_files
+from shark_llm.checkpoint.fp8 import Scaled, dequantize, read_scheme, take_scales
 from shark_llm.checkpoint.names import IGNORED, check_weight_map, from_hf_name
-from shark_llm.checkpoint.safetensors_file import TensorLocation, read_header
+from shark_llm.checkpoint.safetensors_file import DTYPE_BITS, TensorLocation, read_header
 from shark_llm.checkpoint.source import ParameterInfo, iter_row_blocks, read_at
 from shark_llm.errors import CheckpointError
 from shark_llm.model.config import ModelConfig, config_from_hf
@@ -43,12 +45,17 @@ class SafetensorsCheckpoint:
         hf_config = load_json(config_path, self.aux_files["config.json"])
         if not isinstance(hf_config, dict):
             raise CheckpointError(f"{config_path}: holds no JSON object: no model config")
+        plain_config, scheme = read_scheme(hf_config)
         config = config_from_hf(
-            hf_config, more_eos_token_ids=eos_token_ids(directory, self.aux_files)
+            plain_config, more_eos_token_ids=eos_token_ids(directory, self.aux_files)
         )
 
         self._files, listed = self._weight_files()
         tensors = self._read_headers(listed)
+        scaled: dict[str, Scaled] = {}
+        if scheme is not None:
+            tensors, scaled, notes = take_scales(str(directory), tensors, scheme)
+            self._notes += notes
         self._locations: dict[str, TensorLocation] = {}
         unknown: list[str] = []
         for hf_name, location in tensors.items():
@@ -57,7 +64,8 @@ class SafetensorsCheckpoint:
                 self._locations[name] = location
             elif not IGNORED.fullmatch(hf_name):
                 unknown.append(hf_name)
-        self._refuse_dtypes(tensors, unknown)
+        self._scaled = {name: scaled[hf] for hf in scaled if (name := from_hf_name(hf)) is not None}
+        self._refuse_dtypes({n: t for n, t in tensors.items() if n not in scaled}, unknown)
         if config.tie_word_embeddings:
             config = self._resolve_tied_head(config)
         check_weight_map(
@@ -72,32 +80,38 @@ class SafetensorsCheckpoint:
         self.notes = tuple(self._notes)
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows start .. stop - 1 of dimension 0, in the tensor's own dtype, in fresh memory."""
-        info, location = self.parameters[name], self._locations[name]
+        """Rows start .. stop - 1 of dimension 0, in the tensor's own dtype, in fresh memory.
+
+        FP8 matrices come as f32.
+        """
+        info = self.parameters[name]
         rows, *rest = info.shape
         assert 0 <= start <= stop <= rows, f"{name}: rows {start}..{stop} of {rows}"
-        row_bytes = info.num_bytes // rows
-        data = read_at(
-            location.path, location.offset + start * row_bytes, (stop - start) * row_bytes
+        scaled = self._scaled.get(name)
+        if scaled is None:
+            data = _read_rows(self._locations[name], start, stop)
+            return data.view(info.dtype).reshape(stop - start, *rest)
+        scale = read_at(scaled.scale.path, scaled.scale.offset, _num_bytes(scaled.scale))
+        return dequantize(
+            _read_rows(scaled.weight, start, stop).reshape(stop - start, *rest),
+            scale.view(DTYPES[scaled.scale.dtype]),
+            start=start,
+            block=scaled.block,
         )
-        return data.view(info.dtype).reshape(stop - start, *rest)
 
-    def digest(self) -> str:
+    @property
+    def weight_paths(self) -> tuple[Path, ...]:
+        return tuple(self._files)
+
+    def digest(self, progress: ByteProgress | None = None) -> str:
         """sha256 over name, size and content of each weight file, in the order of their names.
 
         The headers are part of the content, and with them names, shapes and dtypes.
         """
-
-        def file_digest(path: Path) -> str:
-            with path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-
-        files = sorted(self._files)
+        names = {path.relative_to(self._directory).as_posix() for path in self._files}
         whole = hashlib.sha256()
-        with ThreadPoolExecutor(max_workers=4) as pool:
-            for path, content in zip(files, pool.map(file_digest, files), strict=True):
-                name = path.relative_to(self._directory).as_posix()
-                whole.update(f"{name}\0{path.stat().st_size}\0{content}\n".encode())
+        for name, info in digest_files(self._directory, names, progress).items():
+            whole.update(f"{name}\0{info.size}\0{info.sha256}\n".encode())
         return whole.hexdigest()
 
     def _weight_files(self) -> tuple[list[Path], dict[str, Path] | None]:
@@ -197,18 +211,32 @@ class SafetensorsCheckpoint:
 
     def _parameter_infos(self) -> dict[str, ParameterInfo]:
         return {
-            name: ParameterInfo(shape=location.shape, dtype=DTYPES[location.dtype])
+            name: ParameterInfo(
+                shape=location.shape,
+                dtype=torch.float32 if name in self._scaled else DTYPES[location.dtype],
+            )
             for name, location in self._locations.items()
         }
 
     def _note_dtype(self) -> None:
         says = self.config.torch_dtype
-        stored = Counter(info.dtype for info in self.parameters.values()).most_common(1)[0][0]
+        plain = [i.dtype for name, i in self.parameters.items() if name not in self._scaled]
+        stored = Counter(plain).most_common(1)[0][0]
         if says is not None and f"torch.{says}" != str(stored):
             self._notes.append(
                 f"config.json says dtype {says}, but the tensors are"
                 f" {str(stored).removeprefix('torch.')}: the tensors' own dtype counts"
             )
+
+
+def _num_bytes(location: TensorLocation) -> int:
+    return math.prod(location.shape) * DTYPE_BITS[location.dtype] // 8
+
+
+def _read_rows(location: TensorLocation, start: int, stop: int) -> torch.Tensor:
+    """The bytes of rows start .. stop - 1 of dimension 0."""
+    row_bytes = _num_bytes(location) // location.shape[0]
+    return read_at(location.path, location.offset + start * row_bytes, (stop - start) * row_bytes)
 
 
 def _is_inside(file_name: object) -> bool:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from shark_llm.artifacts.manifest import ByteProgress
 from shark_llm.errors import CheckpointError
 from shark_llm.model.config import ModelConfig
 
@@ -44,12 +45,20 @@ class Checkpoint(Protocol):
     """What a user should know though it is no error, one line each: a config that lies about the
     dtype, a file passed over. The command line prints them."""
 
+    @property
+    def weight_paths(self) -> tuple[Path, ...]:
+        """The files that `digest` depends on."""
+        ...
+
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows start .. stop - 1 of dimension 0, in fresh memory (never a mapping of the file)."""
         ...
 
-    def digest(self) -> str:
-        """sha256 over names, shapes, dtypes and bytes of all weight files: 64 hex digits."""
+    def digest(self, progress: ByteProgress | None = None) -> str:
+        """sha256 over names, shapes, dtypes and bytes of all weight files: 64 hex digits.
+
+        Reads every byte; `progress` is told how many.
+        """
         ...
 
 

@@ -27,12 +27,12 @@ def plan_lines(dry_run: DryRun) -> list[str]:
         f"flags    {shlex.join(plan.flags)}",
         f"fetch    {_fetched(dry_run)}",
     ]
-    what = "reuse" if reuse.archives or reuse.everything else "write"
+    what = "write" if reuse.archives is None else "reuse"
     lines += [f"{what:<8} {name}: {size} bytes" for name, size in plan.file_bytes.items()]
-    old = reuse.old
-    if old is not None and (reuse.module or reuse.everything):
-        size = old.manifest.files[old.manifest.module].size
-        lines.append(f"reuse    {old.manifest.module}: {size} bytes")
+    if reuse.module is not None:
+        lines += [
+            f"reuse    {name}: {info.size} bytes" for name, info in reuse.module.files.items()
+        ]
     else:
         lines.append("write    model.vmfb: size known after compiling, some megabytes")
     if settings.dev_dir is not None:

@@ -12,16 +12,20 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 
+from shark_llm.artifacts.stage_cache import CACHE_POLICIES, cache_root
+from shark_llm.cli import cache as cache_cli
+from shark_llm.cli import model_flags as flags
 from shark_llm.cli import plan as plan_cli
 from shark_llm.cli import serve as serve_cli
 from shark_llm.cli import tools
 from shark_llm.cli.build_text import plan_lines, result_lines
 from shark_llm.cli.command_line import run_app
 from shark_llm.cli.packages import require_compile_packages, version_line
-from shark_llm.errors import UsageError
+from shark_llm.errors import SharkError, UsageError
 
 if TYPE_CHECKING:
-    from shark_llm.build_plan import DtypeChoice, WeightsChoice
+    from shark_llm.artifacts.stage_cache import CachePolicy
+    from shark_llm.build_plan import DtypeChoice, Ensured, WeightsChoice
 
 PROGRAM = "shark-compile"
 MULTI_VALUE_FLAGS = {
@@ -29,10 +33,9 @@ MULTI_VALUE_FLAGS = {
     "--batch-sizes-prefill": int,
     "--batch-sizes-decode": int,
 }
-DTYPES = ("auto", "bf16", "f16", "f32")
 WEIGHTS = ("checkpoint", "dummy")
-MAX_TP = 8
-SHARDING_MODES = tuple(f"tp{n}" for n in range(1, MAX_TP + 1))
+PROGRESS = ("auto", "json")
+SHARDING_MODES = tuple(f"tp{n}" for n in range(1, flags.MAX_TP + 1))
 
 app = typer.Typer(
     add_completion=False,
@@ -45,9 +48,9 @@ app.command("plan")(plan_cli.plan)
 app.command("verify")(tools.verify)
 app.command("inspect")(tools.inspect)
 app.command("repro")(tools.repro)
+app.add_typer(cache_cli.app, name="cache")
 
-_MODEL = "Model"
-_TARGET = "Target"
+_MODEL, _TARGET = flags.MODEL, flags.TARGET
 _OUTPUT = "Output"
 
 
@@ -75,38 +78,10 @@ def build(
             rich_help_panel=_MODEL,
         ),
     ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option(
-            help="Branch, tag or commit on the hub. Default: that of the URL, else main.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    hf_cache_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where downloads from the hub are kept. Default: as the hub's own tools do "
-            "(HF_HUB_CACHE, HF_HOME).",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    hf_token: Annotated[
-        str | None,
-        typer.Option(
-            help="A token of the hub. Prefer the environment variable HF_TOKEN, which other users "
-            "of the machine cannot see. Never printed or stored.",
-            rich_help_panel=_MODEL,
-            show_default=False,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Of weights and KV cache: {', '.join(DTYPES)}. auto, the default, is the "
-            "checkpoint's own, bf16 for quantized ones.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
+    revision: flags.Revision = None,
+    hf_cache_dir: flags.HfCacheDir = None,
+    hf_token: flags.HfToken = None,
+    dtype: flags.Dtype = None,
     weights: Annotated[
         str,
         typer.Option(
@@ -115,29 +90,9 @@ def build(
             rich_help_panel=_MODEL,
         ),
     ] = "checkpoint",
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Most tokens of a sequence. Default: what the model was made for.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    compile_target: Annotated[
-        str | None,
-        typer.Option(
-            help="What runs the module: host (this CPU, the default), x86-64-v3, x86-64-v4, "
-            "gfx942, gfx950, gfx90a, gfx1100, sm_80 or sm_89.",
-            rich_help_panel=_TARGET,
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="Which GPU of the target, for its memory: mi250x, mi300a, mi300x, mi325x or "
-            "mi355x. Default: the target's usual one.",
-            rich_help_panel=_TARGET,
-        ),
-    ] = None,
+    max_model_len: flags.MaxModelLen = None,
+    compile_target: flags.Target = None,
+    gpu: flags.Gpu = None,
     sharding_mode: Annotated[
         str | None,
         typer.Option(
@@ -147,20 +102,8 @@ def build(
     tp: Annotated[
         int | None, typer.Option(help="The same as a number.", rich_help_panel=_TARGET)
     ] = None,
-    batch_sizes_prefill: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Batch sizes to compile prefill for, separated by spaces. Default: 1 4.",
-            rich_help_panel=_TARGET,
-        ),
-    ] = None,
-    batch_sizes_decode: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Batch sizes to compile decode for, separated by spaces. Default: 1 4 8.",
-            rich_help_panel=_TARGET,
-        ),
-    ] = None,
+    batch_sizes_prefill: flags.BatchSizesPrefill = None,
+    batch_sizes_decode: flags.BatchSizesDecode = None,
     page_size: Annotated[
         int | None,
         typer.Option(
@@ -211,9 +154,36 @@ def build(
             "--dry-run", help="Print what would be done and written.", rich_help_panel=_OUTPUT
         ),
     ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_OUTPUT)
+    cache_dir: flags.CacheDir = None,
+    cache_policy: flags.CachePolicyFlag = "on",
+    ensure_download: flags.EnsureDownload = False,
+    ensure_export: flags.EnsureExport = False,
+    ensure_compile: flags.EnsureCompile = False,
+    quick_check: Annotated[
+        bool,
+        typer.Option(
+            "--quick-check",
+            help="Know an identical bundle, and a local checkpoint that was read before, by sizes "
+            "and times, as rsync does, without reading every byte.",
+            rich_help_panel=flags.CACHE,
+        ),
     ] = False,
+    progress: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(PROGRESS)}: lines for people, or JSON lines for programs. auto is "
+            "live on a terminal and plain elsewhere."
+        ),
+    ] = "auto",
+    end_with_stdin: Annotated[
+        bool,
+        typer.Option(
+            "--end-with-stdin",
+            hidden=True,
+            help="End as for SIGTERM when standard input is closed: by whoever started this.",
+        ),
+    ] = False,
+    debug: flags.Debug = False,
     version: Annotated[
         bool,
         typer.Option(
@@ -231,10 +201,10 @@ def build(
         )
     if output_artifacts_dir is None and not dry_run:
         raise UsageError("--output-artifacts-dir is missing: say where the bundle goes")
-    if dtype is not None and dtype not in DTYPES:
-        raise UsageError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    if weights not in WEIGHTS:
-        raise UsageError(f"--weights is {weights!r}; it must be one of {', '.join(WEIGHTS)}")
+    flags.check_choice("--dtype", dtype, flags.DTYPES)
+    flags.check_choice("--weights", weights, WEIGHTS)
+    flags.check_choice("--cache-policy", cache_policy, CACHE_POLICIES)
+    flags.check_choice("--progress", progress, PROGRESS)
     degree = _tp(sharding_mode, tp)
     require_compile_packages()
     # Imported here, so that --help and a wrong flag answer at once.
@@ -242,7 +212,7 @@ def build(
 
     from shark_llm.build import BuildSettings, build, plan_build
     from shark_llm.cli.recipe_flags import departures, recipe_settings
-    from shark_llm.cli.reporter import make_reporter
+    from shark_llm.cli.reporter import end_when_closed, make_reporter
     from shark_llm.hub import HubSettings
     from shark_llm.recipes import load_recipe
 
@@ -266,10 +236,21 @@ def build(
         save_intermediates=save_intermediates,
         force=force,
         verify=verify_result,
-        hub=HubSettings(revision=revision, cache_dir=hf_cache_dir, token=hf_token),
+        cache_dir=cache_root(cache_dir),
+        cache_policy=cast("CachePolicy", cache_policy),
+        quick_check=quick_check,
+        ensure=_ensured(export=ensure_export, compile=ensure_compile),
+        hub=HubSettings(
+            revision=revision,
+            cache_dir=hf_cache_dir,
+            token=hf_token,
+            force_download=ensure_download,
+        ),
     )
     console = Console()
-    reporter = make_reporter(console)
+    reporter = make_reporter(console, as_json=progress == "json")
+    if end_with_stdin:
+        end_when_closed(sys.stdin.fileno())
     # As for Ctrl-C: the compiler is ended and what is half written removed.
     signal.signal(signal.SIGTERM, _end)
     try:
@@ -279,22 +260,27 @@ def build(
             lines = plan_lines(plan_build(settings, reporter))
         else:
             lines = result_lines(build(settings, reporter))
+    except SharkError as error:
+        reporter.fail(error)
+        raise
     finally:
         reporter.close()
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    reporter.say(lines)
 
 
 def _end(signal_number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signal_number)  # what shells report for a program that a signal has ended
 
 
+def _ensured(**stages: bool) -> tuple[Ensured, ...]:
+    return cast("tuple[Ensured, ...]", tuple(name for name, given in stages.items() if given))
+
+
 def _tp(mode: str | None, tp: int | None) -> int | None:
     """--sharding-mode and --tp say the same; None: neither is given."""
     if mode is not None and mode not in SHARDING_MODES:
-        raise UsageError(f"--sharding-mode is {mode!r}; it must be one of tp1 to tp{MAX_TP}")
-    if tp is not None and not 1 <= tp <= MAX_TP:
-        raise UsageError(f"--tp is {tp}; it must be in 1 to {MAX_TP}")
+        raise UsageError(f"--sharding-mode is {mode!r}; it must be one of tp1 to tp{flags.MAX_TP}")
+    flags.check_tp(tp)
     if mode is not None and tp is not None and mode != f"tp{tp}":
         raise UsageError(f"--sharding-mode {mode} and --tp {tp} contradict each other: give one")
     if mode is not None:
@@ -309,7 +295,7 @@ def _refuse_build_flags(context: typer.Context) -> None:
         for name in context.params
         if name != "debug"
         and (source := context.get_parameter_source(name)) is not None
-        and source.name != "DEFAULT"
+        and source.name == "COMMANDLINE"
     ]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)

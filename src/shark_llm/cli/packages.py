@@ -18,26 +18,48 @@ COMPILE_PACKAGES = {
 """What the extra `compile` installs: distribution -> the module that it brings."""
 
 
+IREE_PACKAGES = ("iree-base-compiler", "iree-base-runtime")
+"""Of one major.minor, or what the one makes the other does not load."""
+
+
 def version_line(program: str) -> str:
-    """This package and what it compiles with, on one line."""
-    packages = ("iree-base-compiler", "iree-base-runtime", "torch")
+    """This package and what it compiles with, on one line; and whether it does not fit together."""
+    packages = (*IREE_PACKAGES, "torch")
     found = []
     for package in packages:
         try:
             found.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{package} not installed")
-    return f"{program} {__version__} ({', '.join(found)})"
+    line = f"{program} {__version__} ({', '.join(found)})"
+    misfit = _iree_misfit()
+    return line if misfit is None else f"{line}: {misfit}"
+
+
+def _iree_misfit() -> str | None:
+    """What is wrong with the two halves of IREE that are installed; None: nothing."""
+    try:
+        compiler, runtime = (importlib.metadata.version(package) for package in IREE_PACKAGES)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if compiler.split(".")[:2] == runtime.split(".")[:2]:
+        return None
+    return (
+        f"iree-base-compiler {compiler} and iree-base-runtime {runtime} do not fit together: "
+        "install both in one version (pip install 'shark-llm[compile]')"
+    )
 
 
 def require_compile_packages() -> None:
-    """Raise CompileError with the remedy unless everything that building needs is installed."""
+    """Raise CompileError with the remedy unless what building needs is installed, and fits."""
     missing = [name for name, module in COMPILE_PACKAGES.items() if not is_installed(module)]
     if missing:
         raise CompileError(
             f"building needs {', '.join(missing)}, not installed here: "
             "pip install 'shark-llm[compile]'"
         )
+    if (misfit := _iree_misfit()) is not None:
+        raise CompileError(misfit)
 
 
 def is_installed(module: str) -> bool:

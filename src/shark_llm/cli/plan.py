@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shark_llm.cli import model_flags as flags
 from shark_llm.cli.packages import require_compile_packages
 from shark_llm.errors import UsageError
 
@@ -15,9 +16,7 @@ if TYPE_CHECKING:
     from shark_llm.hub import Metadata
     from shark_llm.model.config import ModelConfig
 
-DTYPES = ("auto", "bf16", "f16", "f32")
-_MODEL = "Model"
-_TARGET = "Target"
+_MODEL, _TARGET = flags.MODEL, flags.TARGET
 
 
 def plan(
@@ -29,74 +28,28 @@ def plan(
             rich_help_panel=_MODEL,
         ),
     ],
-    revision: Annotated[
-        str | None,
-        typer.Option(
-            help="Branch, tag or commit on the hub. Default: that of the URL, else main.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    hf_cache_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where downloads from the hub are kept. Default: as the hub's own tools do.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    hf_token: Annotated[
-        str | None,
-        typer.Option(
-            help="A token of the hub. Prefer the environment variable HF_TOKEN.",
-            rich_help_panel=_MODEL,
-            show_default=False,
-        ),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help=f"Of weights and KV cache: {', '.join(DTYPES)}. auto is what config.json says.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "auto",
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of the longest sequence. Default: what the model was made for.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
+    revision: flags.Revision = None,
+    hf_cache_dir: flags.HfCacheDir = None,
+    hf_token: flags.HfToken = None,
+    dtype: flags.Dtype = None,
+    max_model_len: flags.MaxModelLen = None,
     max_num_seqs: Annotated[
         int,
         typer.Option(
             help="Sequences of that length that must have room at once.", rich_help_panel=_MODEL
         ),
     ] = 1,
-    compile_target: Annotated[
-        str,
-        typer.Option(
-            help="What runs the module, as for building. A CPU's ranks share the memory of this "
-            "machine.",
-            rich_help_panel=_TARGET,
-        ),
-    ] = "host",
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="Which GPU of the target, for its memory: mi250x, mi300a, mi300x, mi325x or "
-            "mi355x. Default: the target's usual one.",
-            rich_help_panel=_TARGET,
-        ),
-    ] = None,
+    compile_target: flags.Target = None,
+    gpu: flags.Gpu = None,
     tp: Annotated[
         int | None,
         typer.Option(help="Show also what each rank holds at this tp.", rich_help_panel=_TARGET),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> None:
     """Show for each tp what a rank needs and how many KV tokens remain, from config.json alone."""
-    if dtype not in DTYPES:
-        raise UsageError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    flags.check_choice("--dtype", dtype, flags.DTYPES)
     if max_num_seqs < 1:
         raise UsageError(f"--max-num-seqs is {max_num_seqs}; it must be at least 1")
     require_compile_packages()
@@ -104,19 +57,19 @@ def plan(
     from rich.console import Console
 
     from shark_llm.cli.plan_text import PlanReport, print_report, report_to_dict
-    from shark_llm.compile.targets import get_target
+    from shark_llm.compile.targets import HOST, get_target
     from shark_llm.hub import HubSettings, fetch_metadata, parse_model
     from shark_llm.planner import choose_max_model_len, device_memory, plan_memory
     from shark_llm.sharding.plan import plan_ranks
 
-    target = get_target(compile_target)
+    target = get_target(compile_target or HOST)
     device = device_memory(target, gpu)
     hub = HubSettings(revision=revision, cache_dir=hf_cache_dir, token=hf_token)
     metadata = fetch_metadata(parse_model(hf_model, revision=revision), settings=hub)
     config = _read_config(metadata)
     ranks = None if tp is None else plan_ranks(config, tp)  # refuses a tp that cannot be
     length = choose_max_model_len(max_model_len, config)
-    chosen = _own_dtype(config, metadata.path) if dtype == "auto" else dtype
+    chosen = _own_dtype(config, metadata.path) if dtype in (None, "auto") else dtype
     report = PlanReport(
         name=metadata.name,
         config=config,

@@ -7,19 +7,27 @@ import sys
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from shark_llm import __version__
+from shark_llm.cli import serve_model as forms
 from shark_llm.cli.command_line import run_app
 from shark_llm.cli.config_file import read_config
+from shark_llm.cli.serve_model import ModelSource, ModelToBuild, PartPaths, choose_source
+from shark_llm.cli.serve_model import setting as _setting
 from shark_llm.engine.settings import SCHEDULING_POLICIES, EngineSettings
 from shark_llm.errors import ArtifactError, UsageError
 from shark_llm.server.settings import ServerSettings
 
 PROGRAM = "shark-serve"
-MULTI_VALUE_FLAGS = {"--device-ids": int, "--api-key": str, "--cors-allow-origin": str}
+MULTI_VALUE_FLAGS = {
+    **forms.MULTI_VALUE_FLAGS,
+    "--device-ids": int,
+    "--api-key": str,
+    "--cors-allow-origin": str,
+}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _ENGINE = EngineSettings()
@@ -39,17 +47,10 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _setting(name: str, panel: str, help: str, *spellings: str, **options: Any) -> Any:
-    """A flag that may also come from SHARK_<NAME>, and from the file that --config names."""
-    env = f"SHARK_{name.upper()}"
-    return typer.Option(*spellings, help=help, envvar=env, rich_help_panel=panel, **options)
-
-
 @app.command()
 def serve(
-    artifacts_dir: Annotated[
-        Path, _setting("artifacts_dir", _MODEL, "The bundle that shark-compile wrote.")
-    ],
+    artifacts_dir: forms.ArtifactsDir = None,
+    model_path: forms.ModelPath = None,
     served_model_name: Annotated[
         str | None,
         _setting(
@@ -73,6 +74,24 @@ def serve(
             "--allow-dummy-weights",
         ),
     ] = False,
+    verify_digests: forms.VerifyDigests = False,
+    revision: forms.Revision = None,
+    hf_cache_dir: forms.HfCacheDir = None,
+    hf_token: forms.HfToken = None,
+    tp: forms.Tp = None,
+    compile_target: forms.Target = None,
+    dtype: forms.Dtype = None,
+    batch_sizes_prefill: forms.BatchSizesPrefill = None,
+    batch_sizes_decode: forms.BatchSizesDecode = None,
+    cache_dir: forms.CacheDir = None,
+    cache_policy: forms.CachePolicyFlag = None,
+    ensure_download: forms.EnsureDownload = False,
+    ensure_export: forms.EnsureExport = False,
+    ensure_compile: forms.EnsureCompile = False,
+    tokenizer_json: forms.TokenizerJson = None,
+    model_config: forms.ModelConfig = None,
+    vmfb: forms.Vmfb = None,
+    parameters: forms.Parameters = None,
     device: Annotated[
         str | None,
         _setting(
@@ -239,13 +258,38 @@ def serve(
         enable_prefix_caching=enable_prefix_caching,
         scheduling_policy=scheduling_policy,
     )
+    ensure = {"download": ensure_download, "export": ensure_export, "compile": ensure_compile}
+    source = choose_source(
+        artifacts_dir=artifacts_dir,
+        build={
+            "model": model_path,
+            "revision": revision,
+            "hf_cache_dir": hf_cache_dir,
+            "hf_token": hf_token,
+            "tp": tp,
+            "compile_target": compile_target,
+            "dtype": dtype,
+            "batch_sizes_prefill": tuple(batch_sizes_prefill or ()),
+            "batch_sizes_decode": tuple(batch_sizes_decode or ()),
+            "cache_dir": cache_dir,
+            "cache_policy": cache_policy,
+            "ensure": tuple(stage for stage, given in ensure.items() if given),
+        },
+        parts={
+            "tokenizer_json": tokenizer_json,
+            "model_config": model_config,
+            "vmfb": vmfb,
+            "parameters": tuple(map(Path, parameters or ())),
+        },
+    )
     _configure_logging(log_level, debug=debug)
     raise typer.Exit(
         _run(
-            artifacts_dir,
+            source,
             engine_settings,
             served_model_name=served_model_name,
             allow_dummy_weights=allow_dummy_weights,
+            verify_digests=verify_digests,
             device=device,
             device_ids=None if not device_ids else tuple(device_ids),
             device_allocator=device_allocator,
@@ -264,11 +308,12 @@ def serve(
 
 
 def _run(
-    artifacts_dir: Path,
+    source: ModelSource,
     engine_settings: EngineSettings,
     *,
     served_model_name: str | None,
     allow_dummy_weights: bool,
+    verify_digests: bool,
     device: str | None,
     device_ids: tuple[int, ...] | None,
     device_allocator: str,
@@ -288,31 +333,49 @@ def _run(
 
     sock = bind(host, port)
     try:
-        from shark_llm.artifacts.bundle import open_bundle
+        from shark_llm.artifacts.bundle import Bundle, check_digests
         from shark_llm.runtime.devices import DeviceConfig
         from shark_llm.server.loading import start_engine
 
-        bundle = open_bundle(artifacts_dir)
-        if bundle.manifest.weights == "dummy" and not allow_dummy_weights:
-            raise ArtifactError(
-                f"{artifacts_dir} has dummy weights and would answer with noise; build it from a "
-                "checkpoint, or allow it for measuring with --allow-dummy-weights"
+        def open_source(opened: Path | PartPaths) -> tuple[Bundle, DeviceConfig]:
+            bundle = forms.open_source(opened)
+            if bundle.manifest.weights == "dummy" and not allow_dummy_weights:
+                raise ArtifactError(
+                    f"{bundle.path} has dummy weights and would answer with noise; build it from a "
+                    "checkpoint, or allow it for measuring with --allow-dummy-weights"
+                )
+            config = DeviceConfig(
+                driver=device or bundle.manifest.target.driver,
+                device_ids=device_ids,
+                allocator=device_allocator,
+                cpu_threads=cpu_threads,
             )
-        config = DeviceConfig(
-            driver=device or bundle.manifest.target.driver,
-            device_ids=device_ids,
-            allocator=device_allocator,
-            cpu_threads=cpu_threads,
-        )
+            return bundle, config
+
+        there = None  # a bundle that is still to be built is opened by the loader
+        if isinstance(source, ModelToBuild):
+            source.check(device, device_ids)
+            name = served_model_name or source.name
+        else:
+            there = open_source(source)
+            name = served_model_name or there[0].manifest.source.name
     except BaseException:
         sock.close()
         raise
-    manifest = bundle.manifest
-    name = served_model_name or manifest.source.name
 
     def load(report: Report) -> Loaded:
         from shark_llm.runtime.module import load_runner
 
+        if isinstance(source, ModelToBuild):
+            bundle, config = open_source(source.build(report))
+        else:
+            assert there is not None
+            bundle, config = there
+        if verify_digests:
+            report("verifying digests", 0.0)
+            check_digests(
+                bundle, lambda done, total: report("verifying digests", 100 * done / max(1, total))
+            )
         report("loading the module and mapping its parameters")
         runner = load_runner(bundle, config, kv_cache_tokens, engine_settings.max_model_len)
         report("starting the engine")
@@ -321,7 +384,7 @@ def _run(
             runner,
             engine_settings,
             directory=bundle.path,
-            manifest=manifest,
+            manifest=bundle.manifest,
             served_model_name=name,
             notes=notes,
         )

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from shark_llm.cli import model_flags as flags
+
 _Bundle = Annotated[Path, typer.Argument(metavar="DIR", help="A bundle that shark-compile wrote.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def verify(
@@ -27,20 +27,22 @@ def verify(
             help="Run the module and compare it with the model, where that works here.",
         ),
     ] = True,
-    as_json: _Json = False,
-    debug: _Debug = False,
+    as_json: flags.Json = False,
+    debug: flags.Debug = False,
 ) -> None:
     """Check a bundle: versions, target, archives, sizes, digests and what it computes.
 
     Exits with 0 when it is sound, with 1 when a check fails.
     """
+    from shark_llm.cli.reporter import live_bytes
     from shark_llm.inspection.verify import verify_bundle
 
     checks = []
-    for check in verify_bundle(directory, digests=digests, golden=golden):
-        checks.append(check)
-        if not as_json:
-            typer.echo(f"{check.status:<8} {check.name:<26} {check.detail}")
+    with live_bytes("digests") as progress:
+        for check in verify_bundle(directory, digests=digests, golden=golden, progress=progress):
+            checks.append(check)
+            if not as_json:
+                typer.echo(f"{check.status:<8} {check.name:<26} {check.detail}")
     failed = sum(check.status == "FAILED" for check in checks)
     if as_json:
         result = {
@@ -56,7 +58,7 @@ def verify(
     raise typer.Exit(1 if failed else 0)
 
 
-def inspect(directory: _Bundle, as_json: _Json = False, debug: _Debug = False) -> None:
+def inspect(directory: _Bundle, as_json: flags.Json = False, debug: flags.Debug = False) -> None:
     """Show what a bundle holds, from its manifest."""
     from shark_llm.artifacts.manifest import MANIFEST_NAME, read_manifest
     from shark_llm.inspection.summary import summarize, summary_lines
@@ -74,7 +76,7 @@ def repro(
         Path | None,
         typer.Option(metavar="DIR", help="The bundle's dev artifacts: names MLIR and flagfile."),
     ] = None,
-    debug: _Debug = False,
+    debug: flags.Debug = False,
 ) -> None:
     """Print a reproduction in Markdown, to paste into a report of a compiler bug."""
     from shark_llm.inspection.repro import repro_markdown

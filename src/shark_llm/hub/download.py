@@ -54,22 +54,24 @@ def fetch_files(
     files: Sequence[RemoteFile],
     *,
     parallel_files: int,
+    force: bool = False,
     progress: ProgressCallback | None = None,
 ) -> None:
     """Bring `files` (of known size and etag) into the snapshot of `commit`.
 
-    The first failure stops all, and what has arrived stays for the next run. Raises HubError, and
-    CapacityError when the disk is too small or full.
+    `force` fetches those that are there, too, from their first byte. The first failure stops all,
+    and what has arrived stays for the next run. Raises HubError, and CapacityError when the disk is
+    too small or full.
     """
     total = sum(file.num_bytes or 0 for file in files)
     tally = _Tally()
-    missing = [file for file in files if not is_cached(cache, commit, file)]
+    missing = [file for file in files if force or not is_cached(cache, commit, file)]
     tally.add(total - sum(file.num_bytes or 0 for file in missing))
-    _check_space(cache, missing)
+    _check_space(cache, missing, force)
     cancelled = threading.Event()
 
     def fetch(file: RemoteFile) -> None:
-        _Download(client, cache, commit, file, tally, cancelled).run()
+        _Download(client, cache, commit, file, tally, cancelled, force).run()
 
     with concurrent.futures.ThreadPoolExecutor(parallel_files) as pool:
         pending = {pool.submit(fetch, file) for file in missing}
@@ -114,6 +116,7 @@ class _Download:
         file: RemoteFile,
         tally: _Tally,
         cancelled: threading.Event,
+        force: bool,
     ) -> None:
         assert file.num_bytes is not None, file
         assert file.etag is not None, file
@@ -121,7 +124,7 @@ class _Download:
             raise HubError(f"{file.name}: the hub names it by the ETag {file.etag!r}: is it a hub?")
         self._client, self._commit, self._name = client, commit, file.name
         self._size, self._etag = file.num_bytes, file.etag
-        self._tally, self._cancelled = tally, cancelled
+        self._tally, self._cancelled, self._force = tally, cancelled, force
         self._link = cache.snapshot(commit) / file.name
         self._blob = cache.blob(file.etag)
         self._partial = self._blob.with_name(f"{self._blob.name}.incomplete")
@@ -132,7 +135,7 @@ class _Download:
             for path in (self._blob, self._link, self._lock_path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             with self._locked():
-                if self._is_whole(self._blob):
+                if self._is_whole(self._blob) and not self._force:
                     self._tally.add(self._size)
                 else:
                     self._fetch()
@@ -163,7 +166,10 @@ class _Download:
 
     def _fetch(self) -> None:
         """Complete the partial file, and check it. One that an earlier run began may be bad."""
-        self._blob.unlink(missing_ok=True)
+        if self._force:
+            self._partial.unlink(missing_ok=True)
+        else:
+            self._blob.unlink(missing_ok=True)
         resumed = self._partial.exists() and self._partial.stat().st_size > 0
         found = self._complete_partial()
         if not self._is_right(found) and resumed:
@@ -250,7 +256,8 @@ class _Download:
         """Let the snapshot have the blob: as a link, or by moving it where there are no links."""
         from huggingface_hub import constants
 
-        if self._is_whole(self._link):
+        is_file = self._link.is_file() and not self._link.is_symlink()
+        if self._is_whole(self._link) and not (self._force and is_file):
             return
         self._link.unlink(missing_ok=True)
         if not constants.HF_HUB_DISABLE_SYMLINKS:
@@ -280,9 +287,9 @@ def _new_hash(etag: str, num_bytes: int) -> _Hash:
     return hashlib.sha1(b"blob %d\0" % num_bytes, usedforsecurity=False)
 
 
-def _check_space(cache: RepoCache, missing: Sequence[RemoteFile]) -> None:
+def _check_space(cache: RepoCache, missing: Sequence[RemoteFile], force: bool) -> None:
     needed = sum(file.num_bytes or 0 for file in missing)
-    for file in missing:
+    for file in () if force else missing:
         assert file.etag is not None, file
         for path in (cache.blob(file.etag), cache.blob(f"{file.etag}.incomplete")):
             if path.is_file():

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shark_llm.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
-from shark_llm.errors import CheckpointError, HubError
+from shark_llm.errors import CheckpointError, HubError, UsageError
 from shark_llm.hub.cache import (
     COMMIT,
     SMALL_FILES,
@@ -113,15 +113,22 @@ def fetch_metadata(location: ModelLocation, *, settings: HubSettings) -> Metadat
     if isinstance(location, LocalModel):
         return _local_metadata(location)
     cache = RepoCache(settings.cache_root, location.repo_id)
+    if settings.force_download and settings.is_offline:
+        raise UsageError(
+            f"--ensure-download fetches {location.name} again, and HF_HUB_OFFLINE forbids it: leave"
+            " one of them out"
+        )
     if settings.is_offline:
         return _cached_metadata(location, cache, why="offline")
-    if _is_all_cached(location, cache):
+    if _is_all_cached(location, cache) and not settings.force_download:
         return _cached_metadata(location, cache, why=None)
     client = HubClient(location.repo_id, settings)
     try:
         commit, listing = client.list_files(location.revision)
         return _remote_metadata(location, cache, client, commit, listing, settings)
     except UnreachableError as error:
+        if settings.force_download:
+            raise
         return _cached_metadata(location, cache, why=str(error))
 
 
@@ -142,6 +149,7 @@ def fetch_weights(
                 commit,
                 metadata.remote_files,
                 parallel_files=settings.parallel_files,
+                force=settings.force_download,
                 progress=progress,
             )
         cache.write_ref(location.revision or DEFAULT_REVISION, commit)
@@ -286,7 +294,7 @@ def _remote_metadata(
             WeightFile(
                 name=file.name,
                 num_bytes=file.num_bytes or 0,
-                is_local=is_cached(cache, commit, file),
+                is_local=is_cached(cache, commit, file) and not settings.force_download,
             )
             for file in files
         ),
@@ -312,6 +320,7 @@ def _fetch_small_files(
         commit,
         [client.complete(listing[name], commit) for name in wanted],
         parallel_files=settings.parallel_files,
+        force=settings.force_download,
     )
     for name in SMALL_FILES:
         if name not in listing:

@@ -21,6 +21,8 @@ class HubSettings:
     """None: HF_TOKEN, or what `hf auth login` stored. Never in a message, a log or a file."""
     offline: bool = False
     """Only look into the cache. HF_HUB_OFFLINE=1 says the same."""
+    force_download: bool = False
+    """Fetch every file again; what is cached stays until its successor is whole."""
     parallel_files: int = 4
     timeout_s: float | None = None
     """Longest silence of the hub in seconds. None: HF_HUB_DOWNLOAD_TIMEOUT, else 10."""

@@ -19,6 +19,7 @@ from shark_llm.artifacts.irpa import Identity, archive_name, archive_ranks, chec
 from shark_llm.artifacts.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
+    ByteProgress,
     FileInfo,
     Manifest,
     digest_files,
@@ -39,10 +40,13 @@ class Check:
     detail: str
 
 
-def verify_bundle(directory: Path, *, digests: bool, golden: bool) -> Iterator[Check]:
+def verify_bundle(
+    directory: Path, *, digests: bool, golden: bool, progress: ByteProgress | None = None
+) -> Iterator[Check]:
     """The checks one after the other; slow ones last.
 
-    `digests` reads every byte, `golden` runs the module beside the eager model where that works.
+    `digests` reads every byte, several files at a time, and tells `progress`; `golden` runs the
+    module beside the eager model where that works.
     """
     directory = directory.expanduser()
     try:
@@ -54,7 +58,10 @@ def verify_bundle(directory: Path, *, digests: bool, golden: bool) -> Iterator[C
     yield from _versions(manifest)
     yield _target(manifest)
     sound = True
-    for check in (*_identities(directory, manifest), *_files(directory, manifest, digests)):
+    for check in (
+        *_identities(directory, manifest),
+        *_files(directory, manifest, digests, progress),
+    ):
         sound = sound and check.status != "FAILED"
         yield check
     yield from _surplus(directory, manifest)
@@ -112,32 +119,53 @@ def _identities(directory: Path, manifest: Manifest) -> Iterator[Check]:
             yield _ok(f"{name} identity", str(identity))
 
 
-def _files(directory: Path, manifest: Manifest, digests: bool) -> Iterator[Check]:
+def _files(
+    directory: Path, manifest: Manifest, digests: bool, progress: ByteProgress | None
+) -> Iterator[Check]:
     unlisted = {manifest.module, *manifest.archives} - manifest.files.keys()
     for name in sorted(unlisted):
         yield Check(name=name, status="FAILED", detail="not in the manifest's list of files")
-    for name, info in sorted(manifest.files.items()):
+    checks: dict[str, Check] = {}
+    for name, info in manifest.files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            yield Check(name=name, status="FAILED", detail="reaches out of the bundle")
+            checks[name] = Check(name=name, status="FAILED", detail="reaches out of the bundle")
         else:
-            yield _file(directory, name, info, digests)
+            checks[name] = _size(directory, name, info)
+    if digests:
+        sound = [name for name, check in checks.items() if check.status == "ok"]
+        checks |= _digests(directory, manifest, sound, progress)
+    for name in sorted(checks):
+        yield checks[name]
 
 
-def _file(directory: Path, name: str, info: FileInfo, digests: bool) -> Check:
+def _size(directory: Path, name: str, info: FileInfo) -> Check:
     try:
         size = (directory / name).stat().st_size
-        if size != info.size:
-            detail = f"has {size} bytes instead of {info.size}"
-            return Check(name=name, status="FAILED", detail=detail)
-        if not digests:
-            return _ok(name, f"{size} bytes")
-        sha256 = digest_files(directory, [name])[name].sha256
     except OSError as error:
         return Check(name=name, status="FAILED", detail=error.strerror or str(error))
-    if sha256 != info.sha256:
-        detail = f"has sha256 {sha256} instead of {info.sha256}"
+    if size != info.size:
+        detail = f"has {size} bytes instead of {info.size}"
         return Check(name=name, status="FAILED", detail=detail)
-    return _ok(name, f"{size} bytes, sha256 {sha256}")
+    return _ok(name, f"{size} bytes")
+
+
+def _digests(
+    directory: Path, manifest: Manifest, names: list[str], progress: ByteProgress | None
+) -> dict[str, Check]:
+    try:
+        found = digest_files(directory, names, progress)
+    except OSError as error:
+        where = Path(error.filename or directory).name
+        return {where: Check(name=where, status="FAILED", detail=error.strerror or str(error))}
+    checks = {}
+    for name, info in found.items():
+        wanted = manifest.files[name].sha256
+        if info.sha256 == wanted:
+            checks[name] = _ok(name, f"{info.size} bytes, sha256 {info.sha256}")
+        else:
+            detail = f"has sha256 {info.sha256} instead of {wanted}"
+            checks[name] = Check(name=name, status="FAILED", detail=detail)
+    return checks
 
 
 def _surplus(directory: Path, manifest: Manifest) -> Iterator[Check]:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import uvicorn
 
@@ -35,7 +35,13 @@ from shark_llm.server.state import EnginePort, ServedModel, ServerState
 
 logger = logging.getLogger("shark_llm.server")
 
-Report = Callable[[str], None]
+
+class Report(Protocol):
+    """How a loader says what it is doing, and how far it is, in percent; /health shows it."""
+
+    def __call__(self, detail: str, percent: float | None = None) -> None: ...
+
+
 _TICK = 0.1  # seconds between two looks at the engine, and at what still runs while draining
 _KEEP_ALIVE = 30  # longer than the pools of common clients, which else meet a closing connection
 _STOP_TIMEOUT = 10  # for the step that the device is in
