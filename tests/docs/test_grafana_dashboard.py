@@ -13,7 +13,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_harness import fake_server
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
-WORDS = {"sum", "by", "le", "rate", "max", "histogram_quantile", "model_name", "finished_reason"}
+WORDS = {
+    "avg",
+    "sum",
+    "by",
+    "le",
+    "rate",
+    "max",
+    "histogram_quantile",
+    "model_name",
+    "finished_reason",
+}
 
 
 @pytest.fixture(scope="module")

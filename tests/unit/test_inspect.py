@@ -46,7 +46,7 @@ def test_lines_to_read() -> None:
     assert "flags         --some-flag=1" in text
     assert (
         "entry point   decode_bs8(tokens 8x1xi64, start_positions 8xi64, seq_lens 8xi64, "
-        "page_table 8xtable_pagesxi64) -> (logits 8x256xf32)"
+        "page_table 8xtable_pagesxi64) -> (logits 8x256xf32, best_tokens 8xi64)"
     ) in lines
     assert "iree-base-compiler 3.13.0" in text
     assert "largest error 5e-06 of 0.01 allowed" in lines[-1]

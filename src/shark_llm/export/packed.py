@@ -22,6 +22,7 @@ class LinearForm:
     form: Literal["packed", "plain"]
     tile_n: int = 16
     max_tile_m: int = 8
+    """Up to so many rows fill one tile; more are cut into tiles of `prefill_tile_m`."""
     prefill_tile_m: int = 6
     """6 x 16 f32 sums fill 12 of the 16 registers of AVX2; the rest hold operands."""
     max_tiles_one_row: int = 6
@@ -67,7 +68,7 @@ class PackedProducts:
         """How `m` rows (None: dynamic) are tiled."""
         if m is None:
             return Tiles(rows="?", tiles="?", tile=self.form.prefill_tile_m, exact=False)
-        tile = _tile_of(m, self.form.max_tile_m)
+        tile = _power_of_two(m) if m <= self.form.max_tile_m else self.form.prefill_tile_m
         return Tiles(rows=str(m), tiles=str(-(-m // tile)), tile=tile, exact=m % tile == 0)
 
     def rows_type(self, tiles: Tiles, k: int) -> str:
@@ -202,12 +203,9 @@ _MAX_WORKGROUPS = 64
 """Into about how many parts a product of one row is cut at most."""
 
 
-def _tile_of(m: int, limit: int) -> int:
-    """The smallest power of two that holds m rows, at most `limit`."""
-    tile = 1
-    while tile < m and tile < limit:
-        tile *= 2
-    return tile
+def _power_of_two(m: int) -> int:
+    """The smallest power of two that holds m rows."""
+    return 1 << (m - 1).bit_length()
 
 
 def _largest_divisor(number: int, limit: int) -> int:
