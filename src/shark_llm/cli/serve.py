@@ -98,7 +98,8 @@ def serve(
         _setting(
             "cpu_threads",
             _DEVICE,
-            "Worker threads of all local-task devices together. Default: each has one per core.",
+            "Worker threads of all local-task devices together, at least one each. Default: one for "
+            "each core.",
         ),
     ] = None,
     kv_cache_tokens: Annotated[
