@@ -10,7 +10,19 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import builds, load, page, results, steps, tables, timing, worker  # noqa: E402
+from benchmarks import (  # noqa: E402  # noqa: E402
+    builds,
+    load,
+    page,
+    results,
+    shard,
+    shard_builds,
+    shard_writing,
+    steps,
+    tables,
+    timing,
+    worker,
+)
 from benchmarks.results import (  # noqa: E402
     OURS,
     PEER,
@@ -32,6 +44,9 @@ __all__ = [
     "load",
     "page",
     "results",
+    "shard",
+    "shard_builds",
+    "shard_writing",
     "steps",
     "tables",
     "timing",

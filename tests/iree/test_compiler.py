@@ -24,7 +24,7 @@ func.func @double(%x: tensor<4xf32>) -> tensor<4xf32> {
   return %y : tensor<4xf32>
 }
 """
-QUICK = {"host", "x86-64-v3", "x86-64-v4", "gfx942"}
+QUICK = {"host", "x86-64-v3", "x86-64-v4", "gfx942", "gfx950"}
 CompiledModel = Callable[[str], Any]  # of conftest.py: name -> Compiled
 
 

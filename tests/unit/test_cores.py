@@ -80,8 +80,10 @@ def test_hyperthreads_are_one_core_and_sockets_stay_together(
 def test_confinement_ends_with_its_block() -> None:
     before = os.sched_getaffinity(0)
     first = usable_cores()[0]
-    with pytest.raises(KeyError), confined_to([first]):
+    with confined_to([first]):
         assert os.sched_getaffinity(0) == set(first)
+    assert os.sched_getaffinity(0) == before
+    with pytest.raises(KeyError), confined_to([first]):
         raise KeyError
     assert os.sched_getaffinity(0) == before
 

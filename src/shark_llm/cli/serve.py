@@ -98,7 +98,7 @@ def serve(
         _setting(
             "cpu_threads",
             _DEVICE,
-            "Worker threads of all local-task devices together, at least one each. Default: one for "
+            "Worker threads of all local-task devices together, at least one each. Default: one on "
             "each core.",
         ),
     ] = None,

@@ -21,7 +21,9 @@ def usable_cores() -> list[Core]:
         socket = _read(topology / "physical_package_id") or "0"
         siblings = _read(topology / "thread_siblings_list") or str(cpu)
         cores.setdefault((int(socket), siblings), []).append(cpu)
-    return [tuple(cpus) for _, cpus in sorted(cores.items(), key=lambda item: (item[0][0], item[1]))]
+    return [
+        tuple(cpus) for _, cpus in sorted(cores.items(), key=lambda item: (item[0][0], item[1]))
+    ]
 
 
 def share_cores(cores: Sequence[Core], ranks: int) -> list[list[Core]]:
@@ -32,9 +34,7 @@ def share_cores(cores: Sequence[Core], ranks: int) -> list[list[Core]]:
     n = len(cores)
     if n < ranks:
         return [[cores[rank * n // ranks]] for rank in range(ranks)]
-    return [
-        list(cores[rank * n // ranks : (rank + 1) * n // ranks]) for rank in range(ranks)
-    ]
+    return [list(cores[rank * n // ranks : (rank + 1) * n // ranks]) for rank in range(ranks)]
 
 
 @contextlib.contextmanager
