@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import (  # noqa: E402  # noqa: E402
+from benchmarks import (  # noqa: E402
     builds,
     load,
     page,
