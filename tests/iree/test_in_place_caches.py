@@ -16,6 +16,7 @@ from shark_llm.compile.compiler import run_compiler
 from shark_llm.compile.targets import get_target
 from shark_llm.export.compose import ExportedModule, export_module
 from shark_llm.export.signatures import ExportSettings
+from shark_llm.model.config import ModelConfig
 from shark_llm.model.kv_cache import page_elements
 from shark_llm.sharding.plan import plan_parameters, plan_ranks
 
@@ -28,8 +29,13 @@ CLONE = re.compile(r"stream\.(?:async\.clone|async\.transfer) .*\{(%[\w#]+)\}")
 ALLOCATION = re.compile(r"stream\.resource\.alloca? .*\{(%[\w#]+)\}")
 
 
+def config_for(tp: int) -> ModelConfig:
+    """Heads for all ranks: 4 query heads on 2 kv heads up to tp 4, 8 on 2 beyond."""
+    return model_config(num_attention_heads=8) if tp > 4 else model_config()
+
+
 def exported(target: str, tp: int, settings: ExportSettings) -> ExportedModule:
-    config, row = model_config(), get_target(target)
+    config, row = config_for(tp), get_target(target)
     return export_module(
         config, plan_parameters(config, tp), tp, settings, row.attention_form, row.linear_form
     )
@@ -66,7 +72,7 @@ def large_operations(stream: str, limit: int) -> list[str]:
 
 
 def smallest_cache_bytes(tp: int, settings: ExportSettings) -> int:
-    config = model_config()
+    config = config_for(tp)
     itemsize = {"f32": 4, "bf16": 2}[settings.dtype]
     heads = min(rank.num_kv_heads for rank in plan_ranks(config, tp))
     return POOL_PAGES * page_elements(heads, settings.page_size, config.head_dim) * itemsize
@@ -80,9 +86,13 @@ def smallest_cache_bytes(tp: int, settings: ExportSettings) -> int:
         # without a device here, and every decode step copied, and then lost, whole caches.
         ("host", 2, ExportSettings(batch_sizes_prefill=(2,), batch_sizes_decode=(2,))),
         ("gfx942", 1, ExportSettings(batch_sizes_prefill=(1,), batch_sizes_decode=(1, 4))),
-        ("gfx942", 2, ExportSettings(batch_sizes_prefill=(1,), batch_sizes_decode=(1,))),
+        *(
+            (target, tp, ExportSettings(batch_sizes_prefill=(1,), batch_sizes_decode=(1,)))
+            for target, tps in (("host", (3, 8)), ("gfx942", (2, 3, 8)))
+            for tp in tps
+        ),
     ],
-    ids=["host-tp1", "host-tp2", "gfx942-tp1", "gfx942-tp2"],
+    ids=lambda value: value if isinstance(value, str | int) else "",
 )
 def test_nothing_is_as_large_as_a_cache(
     tmp_path: Path, target: str, tp: int, settings: ExportSettings

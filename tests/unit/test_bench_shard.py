@@ -115,14 +115,8 @@ def test_writing_is_measured_beside_cp(monkeypatch: pytest.MonkeyPatch, tmp_path
     """Both write the same bytes; the ratio is taken round by round."""
     config = shard_builds.published_config("llama-3.2-1b")
     config |= {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
-    config |= {
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "vocab_size": 256,
-        "head_dim": 16,
-        "num_attention_heads": 4,
-    }
-    config |= {"num_key_value_heads": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config |= {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2}
     monkeypatch.setattr(shard_writing, "published_config", lambda recipe: config)
     monkeypatch.setattr(shard_writing.peers, "CACHE", tmp_path)
     monkeypatch.setattr(shard_writing, "CASES", (("f16", 2),))

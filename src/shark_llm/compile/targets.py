@@ -59,7 +59,7 @@ PLAIN = LinearForm(form="plain")
 # The generic micro-kernel for mixed operands is scalar code; generated code is vectorized.
 _CPU = ("--iree-llvmcpu-enable-ukernels=none",)
 # Where it would load the operands of small products directly into shared memory, the compiler
-# divides by zero (SIGFPE in getXorShuffleParamsForTunedChipset): 1 row of 64 columns, 8 rows of 144.
+# divides by zero (SIGFPE in getXorShuffleParamsForTunedChipset): 1 row of 64 columns, 8 of 144.
 _INDIRECT = ("--iree-llvmgpu-use-direct-load=false",)
 _V3 = ("avx2", "fma", "f16c", "bmi2")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512dq", "avx512vl")
