@@ -49,6 +49,11 @@ BUNDLES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "f32",  # 2 kv heads: the first is on two ranks; biases of o and down on rank 0 only
         {"tp": 3, "batch_sizes_prefill": (2,), "batch_sizes_decode": (2,)},
     ),
+    "tp8": (  # one rank has two query heads, the others one; a kv head is on up to three ranks
+        KINDS["nine_three"] | {"num_hidden_layers": 1},
+        "f32",
+        {"tp": 8, "batch_sizes_prefill": (2,), "batch_sizes_decode": (2,)},
+    ),
 }
 
 
