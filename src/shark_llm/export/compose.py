@@ -137,6 +137,10 @@ class _Composer:
 
         It takes, rank by rank, hidden states and the step as tensors, then the caches of its layers
         as buffer views; it returns hidden states and caches.
+
+        Between several ranks, hidden states are buffer views too: as tensors, the compiler puts
+        those of two ranks into one buffer, which has to be on one device, and then loses track of
+        its size among the function's results ("operation's operand is unlinked").
         """
         body = FunctionBody()
         parameters: list[str] = []
@@ -147,6 +151,12 @@ class _Composer:
             values = []
             types = (of_rank.norm.arguments[0], *of_rank.prepare.results)
             for i, tensor in enumerate(types):
+                if i == 0 and self.tp > 1:
+                    view = f"%hidden_{rank}"
+                    parameters.append(f"{view}: !hal.buffer_view")
+                    sizes = dims.of_view(tensor, view)
+                    values.append(body.import_tensor(view, tensor, rank, sizes, consume=True))
+                    continue
                 name = f"%r{rank}_{i}"
                 parameters.append(f"{name}: {tensor.mlir()}")
                 values.append(Value(name, tensor, dims.of(tensor, name)))
@@ -188,8 +198,9 @@ class _Composer:
         # between operations would cut the layers into one submission more.
         for key, cache in caches.items():
             views[key] = body.export_tensor(cache, key[0])
-        results = [h.name for h in hidden] + list(views.values())
-        types_out = [h.type.mlir() for h in hidden] + ["!hal.buffer_view"] * len(views)
+        passed = self._passed(body, hidden)
+        results = [name for name, _ in passed] + list(views.values())
+        types_out = [type_ for _, type_ in passed] + ["!hal.buffer_view"] * len(views)
         return [
             f"  util.func private @{_chunk_name(entry, chunk)}({', '.join(parameters)}) -> "
             f"({', '.join(types_out)}) attributes {{inlining_policy = #util.inline.never}} {{",
@@ -197,6 +208,12 @@ class _Composer:
             f"    util.return {', '.join(results)} : {', '.join(types_out)}",
             "  }",
         ]
+
+    def _passed(self, body: FunctionBody, hidden: Sequence[Value]) -> list[tuple[str, str]]:
+        """(name, type) of hidden states as they go into a chunk and come out of it."""
+        if self.tp == 1:
+            return [(h.name, h.type.mlir()) for h in hidden]
+        return [(body.export_tensor(h, rank), "!hal.buffer_view") for rank, h in enumerate(hidden)]
 
     def _attend(
         self,
@@ -369,8 +386,15 @@ class _Composer:
                 body.call(of_rank.total, everywhere[rank], (rows,))[0]
                 for rank, of_rank in enumerate(fragments)
             ]
+        passed = self._passed(body, hidden)
         for chunk in chunks:
-            hidden = self._call_chunk(body, entry, chunk, hidden, context, views)
+            passed = self._call_chunk(body, entry, chunk, passed, context, views)
+        hidden = [
+            Value(name, own.type, own.dims)
+            if self.tp == 1
+            else body.import_tensor(name, own.type, rank, own.dims, consume=True)
+            for rank, ((name, _), own) in enumerate(zip(passed, hidden, strict=True))
+        ]
         logits = self._logits(body, entry, fragments, hidden, lengths)
         results = [body.export_tensor(logits, 0), *views.values()]
         types = ", ".join(["!hal.buffer_view"] * len(results))
@@ -386,13 +410,16 @@ class _Composer:
         body: FunctionBody,
         entry: EntryPoint,
         chunk: range,
-        hidden: list[Value],
+        passed: list[tuple[str, str]],
         context: list[tuple[Value, ...]],
         views: dict[str, str],
-    ) -> list[Value]:
-        """Call one chunk; `views` is updated to the caches it returns."""
-        tensors = [
-            value for own, of_rank in zip(hidden, context, strict=True) for value in (own, *of_rank)
+    ) -> list[tuple[str, str]]:
+        """Call one chunk with the hidden states `passed`, and return those that come back; `views`
+        is updated to the caches it returns."""
+        operands = [
+            operand
+            for own, of_rank in zip(passed, context, strict=True)
+            for operand in (own, *((v.name, v.type.mlir()) for v in of_rank))
         ]
         names = [
             f"rank{rank}.blk.{layer}.{kind}_cache"
@@ -400,16 +427,16 @@ class _Composer:
             for layer in chunk
             for kind in ("k", "v")
         ]
-        types = [v.type.mlir() for v in tensors] + ["!hal.buffer_view"] * len(names)
-        results = [body.name() for _ in (*hidden, *names)]
-        result_types = [h.type.mlir() for h in hidden] + ["!hal.buffer_view"] * len(names)
-        arguments = [v.name for v in tensors] + [views[name] for name in names]
+        types = [type_ for _, type_ in operands] + ["!hal.buffer_view"] * len(names)
+        results = [body.name() for _ in (*passed, *names)]
+        result_types = [type_ for _, type_ in passed] + ["!hal.buffer_view"] * len(names)
+        arguments = [name for name, _ in operands] + [views[name] for name in names]
         body.emit(
             f"{', '.join(results)} = util.call @{_chunk_name(entry, chunk)}"
             f"({', '.join(arguments)}) : ({', '.join(types)}) -> ({', '.join(result_types)})"
         )
         views.update(zip(names, results[self.tp :], strict=True))
-        return [Value(name, own.type, own.dims) for name, own in zip(results, hidden, strict=False)]
+        return list(zip(results, result_types[: self.tp], strict=False))
 
     def _logits(
         self,

@@ -125,13 +125,21 @@ class FunctionBody:
 
 
 class ArgumentDims:
-    """The dynamic sizes of a chunk's tensor arguments, read from the first that has them."""
+    """The dynamic sizes of a chunk's arguments, read from the first that has them."""
 
     def __init__(self, body: FunctionBody) -> None:
         self._body = body
         self._known: dict[object, str] = {}
 
+    def of_view(self, tensor: TensorType, view: str) -> tuple[str, ...]:
+        """Of an argument that is a buffer view of `tensor`."""
+        for axis, dim in enumerate(tensor.shape):
+            if not isinstance(dim, int) and dim not in self._known:
+                self._known[dim] = self._body.view_dim(view, axis)
+        return tuple(self._known[dim] for dim in tensor.shape if not isinstance(dim, int))
+
     def of(self, tensor: TensorType, name: str) -> tuple[str, ...]:
+        """Of an argument that is a tensor."""
         dims = []
         for axis, dim in enumerate(tensor.shape):
             if isinstance(dim, int):
