@@ -194,12 +194,13 @@ def random_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> li
     return [source.choices(range(vocab_size), k=length) for length in lengths]
 
 
-def build(checkpoint: Path, dtype: str, tp: int) -> Path:
+def build(checkpoint: Path, dtype: str, tp: int, batch_sizes: Sequence[int]) -> Path:
     """The bundle of `dtype` and `tp` for this CPU; shark-compile itself finds what it can reuse."""
     bundle = CACHE / f"{dtype}-tp{tp}"
     command = [str(Path(sys.executable).with_name("shark-compile")), "--compile-target", "host"]
     command += ["--hf-model", str(checkpoint), "--dtype", dtype, "--tp", str(tp)]
-    command += ["--batch-sizes-prefill", "1", "4", "--batch-sizes-decode", "1", "4"]
+    for phase in ("prefill", "decode"):
+        command += [f"--batch-sizes-{phase}", *map(str, batch_sizes)]
     command += ["--output-artifacts-dir", str(bundle)]
     command += ["--output-dev-artifacts-dir", str(CACHE / f"{dtype}-tp{tp}-dev")]
     if subprocess.run(command).returncode:
@@ -219,14 +220,14 @@ def demo_checkpoint() -> Path:
 
 
 def measure(
-    checkpoint: Path, dtype: str, tps: Sequence[int], max_tokens: int
+    checkpoint: Path, dtype: str, tps: Sequence[int], max_tokens: int, batch_sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
     """A row for each tp and each way of asking."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in PROMPTS.values()]
     judge, rows = Judge(checkpoint, dtype), []
     for tp in tps:
-        with serving(build(checkpoint, dtype, tp)) as port:
+        with serving(build(checkpoint, dtype, tp, batch_sizes)) as port:
             for how, way in (("alone", alone), ("mixed", mixed)):
                 answers = way(port, prompts, max_tokens)
                 verdict = judge.judge(answers)
@@ -271,11 +272,12 @@ def main() -> None:
     add("--dtype", choices=tuple(TOLERANCE), nargs="+", default=list(TOLERANCE))
     add("--tp", type=int, nargs="+", default=list(TPS))
     add("--max-tokens", type=int, default=48, help="of each answer")
+    add("--batch-sizes", type=int, nargs="+", default=[1, 4], help="of the modules' entry points")
     options = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     checkpoint, rows = options.hf_model or demo_checkpoint(), []
     for dtype in options.dtype:
-        rows += measure(checkpoint, dtype, options.tp, options.max_tokens)
+        rows += measure(checkpoint, dtype, options.tp, options.max_tokens, options.batch_sizes)
     result = {
         "started": machine.now(),
         "commit": machine.commit(),
