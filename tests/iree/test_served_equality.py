@@ -33,7 +33,7 @@ def test_served_answers_are_transformers_own(compiled: CompiledModel, name: str)
             assert [answer.prompt for answer in answers] == [tuple(prompt) for prompt in prompts]
             assert verdict.tokens == len(LENGTHS) * MAX_TOKENS
             assert verdict.wrong == []
-            assert 0 < verdict.error < equality.TOLERANCE["f32"]
+            assert 0 < verdict.error < 1e-5, "tiny models have small activations"
 
 
 def test_the_judge_sees_another_token_and_another_logit(compiled: CompiledModel) -> None:
