@@ -22,7 +22,8 @@ from shark_llm.sharding.plan import plan_parameters, plan_ranks
 
 POOL_PAGES = 1000003
 POOL_DIM = re.compile(r"hal\.buffer_view\.dim<%[kv]_\d+_\d+ : !hal\.buffer_view>\[0\] : index")
-OTHER_DIM = re.compile(r"hal\.buffer_view\.dim<%(tokens|page_table) : ")
+OTHER_DIM = re.compile(r"hal\.buffer_view\.dim<%(tokens|page_table|hidden_\d+) : ")
+WEIGHT_COPY = re.compile(r"stream\.cmd\.copy .*: !stream\.resource<constant>")
 CONSTANT = re.compile(r"(%[\w#]+) = arith\.constant (\d+) : index")
 COPY = re.compile(r"stream\.(?:cmd\.copy|async\.copy|async\.update) .*?, (%[\w#]+) : ")
 CLONE = re.compile(r"stream\.(?:async\.clone|async\.transfer) .*\{(%[\w#]+)\}")
@@ -30,8 +31,10 @@ ALLOCATION = re.compile(r"stream\.resource\.alloca? .*\{(%[\w#]+)\}")
 
 
 def config_for(tp: int) -> ModelConfig:
-    """Heads for all ranks: 4 query heads on 2 kv heads up to tp 4, 8 on 2 beyond."""
-    return model_config(num_attention_heads=8) if tp > 4 else model_config()
+    """Heads for all ranks: 4 query heads on 2 kv heads up to tp 4, 8 on 2 beyond. For two ranks
+    there are two chunks of layers."""
+    layers = 5 if tp == 2 else 2
+    return model_config(num_attention_heads=8 if tp > 4 else 4, num_hidden_layers=layers)
 
 
 def exported(target: str, tp: int, settings: ExportSettings) -> ExportedModule:
@@ -71,6 +74,12 @@ def large_operations(stream: str, limit: int) -> list[str]:
     return found
 
 
+def copied_weights(stream: str) -> list[str]:
+    """Copies of what was loaded with the module, in functions: each step would make them again."""
+    steps = stream[stream.index("  util.func ") :]
+    return [line.strip() for line in steps.splitlines() if WEIGHT_COPY.search(line)]
+
+
 def smallest_cache_bytes(tp: int, settings: ExportSettings) -> int:
     config = config_for(tp)
     itemsize = {"f32": 4, "bf16": 2}[settings.dtype]
@@ -101,10 +110,11 @@ def test_nothing_is_as_large_as_a_cache(
     limit = smallest_cache_bytes(tp, settings)
     entries = len(settings.batch_sizes_prefill) + len(settings.batch_sizes_decode)
     imports = stream.count(f"tensor<?x{limit // POOL_PAGES // 2}xbf16>{{%c{POOL_PAGES}}}")
-    caches = 2 * model_config().num_layers * tp
+    caches = 2 * config_for(tp).num_layers * tp
     assert imports >= entries * caches, "the caches are not where this test looks"
     assert stream.count("stream.cmd.dispatch") > 0
     assert large_operations(stream, limit) == []
+    assert copied_weights(stream) == []
 
 
 def test_cache_that_is_not_consumed_is_copied_and_found(tmp_path: Path) -> None:

@@ -50,5 +50,5 @@ def test_the_judge_sees_another_token_and_another_logit(compiled: CompiledModel)
     other = replace(answer, tokens=(*answer.tokens[:2], second, answer.tokens[3]))
     (line, *_) = judge.judge([other]).wrong
     assert line.startswith(f"answer 0, token 2: {second} is ")
-    shifted = [{token: value + 0.01 for token, value in top.items()} for top in answer.top]
+    shifted = [{token: value + 0.1 for token, value in top.items()} for top in answer.top]
     assert len(judge.judge([replace(answer, top=tuple(shifted))]).wrong) == 4

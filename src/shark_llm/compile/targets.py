@@ -55,6 +55,7 @@ class CompileTarget:
 PACKED = LinearForm(form="packed")
 PACKED_512 = LinearForm(form="packed", tile_n=32, max_tile_m=8, prefill_tile_m=8)
 PLAIN = LinearForm(form="plain")
+PLAIN_SHARED = LinearForm(form="plain", shares_layers=True)
 
 # The generic micro-kernel for mixed operands is scalar code; generated code is vectorized.
 _CPU = ("--iree-llvmcpu-enable-ukernels=none",)
@@ -87,7 +88,7 @@ def _hip(name: str, description: str, gib: int, *flags: str) -> CompileTarget:
         backend="rocm",
         flags=(f"--iree-rocm-target={name}", *flags),
         attention_form="fused",
-        linear_form=PLAIN,
+        linear_form=PLAIN_SHARED,
         memory_bytes=gib << 30,
     )
 
@@ -100,7 +101,7 @@ def _cuda(name: str, description: str, gib: int) -> CompileTarget:
         backend="cuda",
         flags=(f"--iree-cuda-target={name}",),
         attention_form="fused",
-        linear_form=PLAIN,
+        linear_form=PLAIN_SHARED,
         memory_bytes=gib << 30,
     )
 

@@ -6,11 +6,17 @@ The module is written as MLIR text around the lowered fragments:
     @<entry>.layers.K a chunk of layers as a private function that is never inlined. It takes the
                       caches as buffer views and imports them with `consume`: only so are they
                       updated in place. With several devices compile time is exponential in the
-                      layers of one function, so a chunk has few.
+                      layers of one function, so a chunk has few; and where weights are not packed
+                      (`LinearForm.shares_layers`), chunks of K layers are all one function,
+                      @<entry>.layers.xK, which takes their weights as arguments too.
     @<entry>          the public function: inputs to every rank, embed, chunks in turn, head
 
 All-reduce: every rank's partial sum goes to every rank, which adds them in rank order. Ranks stay
 concurrent, and the sum does not depend on timing.
+
+What comes from elsewhere to a rank is transferred to it, also where it is there already: a value
+whose device the compiler leaves open draws copies of weights behind it, into the buffers that it
+might be needed in, in every step.
 """
 
 from __future__ import annotations
@@ -128,7 +134,8 @@ class _Composer:
         size = layers if self.tp == 1 else CHUNK_LAYERS_MULTI_DEVICE
         chunks = [range(start, min(start + size, layers)) for start in range(0, layers, size)]
         lines: list[str] = []
-        for chunk in chunks:
+        distinct = {self._chunk_name(entry, chunk): chunk for chunk in reversed(chunks)}
+        for chunk in reversed(distinct.values()):
             lines += self._chunk(entry, fragments, chunk)
         return lines + self._public(entry, fragments, chunks)
 
@@ -146,6 +153,11 @@ class _Composer:
         parameters: list[str] = []
         hidden: list[Value] = []
         context: list[tuple[Value, ...]] = []  # per rank: the tensors of Step
+        if self.shares_layers:
+            for i, (symbol, tensor, rank) in enumerate(self._layer_weights(chunk)):
+                weight = Value(f"%w_{i}", tensor, ())
+                parameters.append(f"{weight.name}: {tensor.mlir()}")
+                body.given[symbol] = body.transfer(weight, rank)
         dims = ArgumentDims(body)
         for rank, of_rank in enumerate(fragments):
             values = []
@@ -159,7 +171,8 @@ class _Composer:
                     continue
                 name = f"%r{rank}_{i}"
                 parameters.append(f"{name}: {tensor.mlir()}")
-                values.append(Value(name, tensor, dims.of(tensor, name)))
+                value = Value(name, tensor, dims.of(tensor, name))
+                values.append(value if self.tp == 1 else body.transfer(value, rank))
             hidden.append(values[0])
             context.append(tuple(values[1:]))
         views: dict[tuple[int, int, str], str] = {}
@@ -202,12 +215,31 @@ class _Composer:
         results = [name for name, _ in passed] + list(views.values())
         types_out = [type_ for _, type_ in passed] + ["!hal.buffer_view"] * len(views)
         return [
-            f"  util.func private @{_chunk_name(entry, chunk)}({', '.join(parameters)}) -> "
+            f"  util.func private @{self._chunk_name(entry, chunk)}({', '.join(parameters)}) -> "
             f"({', '.join(types_out)}) attributes {{inlining_policy = #util.inline.never}} {{",
             *body.lines,
             f"    util.return {', '.join(results)} : {', '.join(types_out)}",
             "  }",
         ]
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether chunks of as many layers are one function."""
+        return self.tp > 1 and self.linears.form.shares_layers
+
+    def _chunk_name(self, entry: EntryPoint, chunk: range) -> str:
+        which = f"x{len(chunk)}" if self.shares_layers else f"{chunk.start}"
+        return f"{entry.name}.layers.{which}"
+
+    def _layer_weights(self, chunk: range) -> Iterator[tuple[str, TensorType, int]]:
+        """(symbol, type, rank) of the parameters of some layers; all chunks have the same order."""
+        for rank, parameters in enumerate(self.parameters):
+            for layer in chunk:
+                for name, parameter in parameters.items():
+                    if name.startswith(f"blk.{layer}."):
+                        dtype = DTYPES[self.settings.dtype]
+                        tensor = TensorType(shape=parameter.shape, dtype=dtype)
+                        yield _symbol(name, rank), tensor, rank
 
     def _passed(self, body: FunctionBody, hidden: Sequence[Value]) -> list[tuple[str, str]]:
         """(name, type) of hidden states as they go into a chunk and come out of it."""
@@ -320,10 +352,7 @@ class _Composer:
     def _gather(self, body: FunctionBody, partials: Sequence[Value]) -> list[tuple[Value, ...]]:
         """Every rank's value on every rank: [rank][source]."""
         return [
-            tuple(
-                partial if source == rank else body.transfer(partial, rank)
-                for source, partial in enumerate(partials)
-            )
+            tuple(body.transfer(partial, rank) for source, partial in enumerate(partials))
             for rank in range(self.tp)
         ]
 
@@ -416,7 +445,9 @@ class _Composer:
     ) -> list[tuple[str, str]]:
         """Call one chunk with the hidden states `passed`, and return those that come back; `views`
         is updated to the caches it returns."""
-        operands = [
+        weights = list(self._layer_weights(chunk)) if self.shares_layers else []
+        operands = [(body.load(symbol, of).name, of.mlir()) for symbol, of, _ in weights]
+        operands += [
             operand
             for own, of_rank in zip(passed, context, strict=True)
             for operand in (own, *((v.name, v.type.mlir()) for v in of_rank))
@@ -432,7 +463,7 @@ class _Composer:
         result_types = [type_ for _, type_ in passed] + ["!hal.buffer_view"] * len(names)
         arguments = [name for name, _ in operands] + [views[name] for name in names]
         body.emit(
-            f"{', '.join(results)} = util.call @{_chunk_name(entry, chunk)}"
+            f"{', '.join(results)} = util.call @{self._chunk_name(entry, chunk)}"
             f"({', '.join(arguments)}) : ({', '.join(types)}) -> ({', '.join(result_types)})"
         )
         views.update(zip(names, results[self.tp :], strict=True))
@@ -470,7 +501,3 @@ class _Composer:
 
 def _symbol(name: str, rank: int) -> str:
     return f"{name}.rank{rank}"
-
-
-def _chunk_name(entry: EntryPoint, chunk: range) -> str:
-    return f"{entry.name}.layers.{chunk.start}"

@@ -31,6 +31,10 @@ class LinearForm:
     max_tile_m: int = 8
     prefill_tile_m: int = 6
     """6 x 16 f32 sums fill 12 of the 16 registers of AVX2; the rest hold operands."""
+    shares_layers: bool = False
+    """Between several ranks all chunks of layers are one function, which takes their weights as
+    arguments: a module then compiles in the same time whatever its depth. Not where the compiler or
+    this form packs weights, which happens once only for those that a function loads itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ class FunctionBody:
     """The lines of one function under construction."""
 
     lines: list[str] = field(default_factory=list)
+    given: dict[str, Value] = field(default_factory=dict)
+    """Globals, by symbol, that come as arguments and so are not loaded."""
     _count: int = 0
 
     def emit(self, text: str) -> None:
@@ -102,6 +104,8 @@ class FunctionBody:
 
     def load(self, symbol: str, tensor: TensorType) -> Value:
         """The value of a global."""
+        if symbol in self.given:
+            return self.given[symbol]
         name = self.name("w")
         self.emit(f'{name} = util.global.load @"{symbol}" : {tensor.mlir()}')
         return Value(name, tensor, ())
