@@ -10,7 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import builds, machine, page, peers, results, serving, sharing, steps, tables
+from benchmarks import (
+    builds,
+    machine,
+    page,
+    peers,
+    results,
+    serving,
+    shard,
+    sharing,
+    steps,
+    tables,
+)
 from benchmarks.load import LoadError
 from benchmarks.peers import PeerError
 from benchmarks.results import BENCHMARKS, Result, Timing
@@ -35,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     every.add_argument(
         "--keep", action="store_true", help="put the results into docs/performance.md at the end"
     )
+    shard.add_options(commands)
     text = "write the tables of docs/performance.md from the results in docs/performance"
     render = commands.add_parser("render", help=text, description=text)
     render.add_argument("results", nargs="*", type=Path, help="results to keep there first")
@@ -190,6 +202,9 @@ def run(arguments: Sequence[str]) -> None:
     if options.benchmark == "render":
         page.keep(options.results)
         page.write()
+        return
+    if options.benchmark == "shard":
+        shard.run(options)
         return
     if options.benchmark != "all":
         measure(options, shlex.join(["scripts/bench", *arguments]))

@@ -14,6 +14,7 @@ from benchmarks.peers import ROOT
 from benchmarks.results import Machine
 from shark_llm.artifacts.cpu import host_cpu_features
 from shark_llm.errors import UsageError
+from shark_llm.runtime.cores import usable_cores
 
 _CPU = Path("/sys/devices/system/cpu")
 
@@ -25,7 +26,7 @@ def facts() -> Machine:
     return Machine(
         cpu=_cpuinfo(info, "model name") or platform.processor() or "unknown",
         family=f"family {_cpuinfo(info, 'cpu family')}, model {_cpuinfo(info, 'model')}",
-        cores=len(physical_cores()),
+        cores=len(usable_cores()),
         threads=os.cpu_count() or 1,
         virtual="hypervisor" in (_cpuinfo(info, "flags") or "").split(),
         caches=_caches(),
@@ -36,18 +37,9 @@ def facts() -> Machine:
     )
 
 
-def physical_cores() -> list[int]:
-    """One CPU number for each core that this process may run on, hyperthreads left out."""
-    first_of_core: dict[str, int] = {}
-    for cpu in sorted(os.sched_getaffinity(0)):
-        siblings = _read(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list").strip()
-        first_of_core.setdefault(siblings or str(cpu), cpu)
-    return sorted(first_of_core.values())
-
-
 def choose_cpus(count: int) -> list[int]:
     """`count` CPUs on cores of their own. Raises UsageError when there are fewer."""
-    cores = physical_cores()
+    cores = [core[0] for core in usable_cores()]  # hyperthreads left out
     if count > len(cores):
         raise UsageError(f"--cores is {count}; this machine lets us run on {len(cores)}")
     return cores[:count]

@@ -31,16 +31,24 @@ def render(text: str, kept: Iterable[Result]) -> str:
 
     Raises UsageError when the page has not exactly one pair of markers.
     """
-    before, begin, rest = text.partition(BEGIN + "\n")
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in after or END in before + after:
-        raise UsageError(f"the page must have the line {BEGIN} once, and {END} behind it")
     order = list(BENCHMARKS)
     ordered = sorted(kept, key=lambda result: (result.dtype, order.index(result.benchmark)))
     sections = [
         f"### {r.benchmark.capitalize()}, {r.dtype}\n\n{tables.section(r)}" for r in ordered
     ]
-    return "\n".join([before + BEGIN, "", *sections, END]) + after
+    return between(text, BEGIN, END, "\n".join(sections))
+
+
+def between(text: str, begin: str, end: str, body: str) -> str:
+    """The page with `body` between two lines that mark its place.
+
+    Raises UsageError when the page has not exactly one pair of them.
+    """
+    before, found_begin, rest = text.partition(begin + "\n")
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end or begin in after or end in before + after:
+        raise UsageError(f"the page must have the line {begin} once, and {end} behind it")
+    return f"{before}{begin}\n\n{body}\n{end}{after}"
 
 
 def kept_results() -> list[Result]:

@@ -103,7 +103,7 @@ class BuildWork:
                 if not source.exists():  # the cached module was pruned since it was found
                     self.write_source(source)
                 result = run_compiler(source, self.staging.path / manifest.module, plan.flags)
-                stage.child_peak_bytes = result.peak_memory_bytes
+                stage.compiler_peak_bytes = result.peak_memory_bytes
         if dev is None:
             source.unlink(missing_ok=True)
         elif plan.settings.save_intermediates:
@@ -112,7 +112,7 @@ class BuildWork:
             with self.clock.stage("dump", "phases, executable sources and benchmarks") as stage:
                 scrap = dev / manifest.module
                 result = run_compiler(source, scrap, (*plan.flags, *_dump_flags(dev)))
-                stage.child_peak_bytes = result.peak_memory_bytes
+                stage.compiler_peak_bytes = result.peak_memory_bytes
                 scrap.unlink()
         return manifest
 

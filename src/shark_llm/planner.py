@@ -4,7 +4,8 @@
 
 weights     exactly what the rank's archives hold
 KV          2 (K and V) * layers * kv heads of the rank * head_dim * bytes of the KV dtype
-workspace   activations of one step: measured from a module if the caller has one, else estimated
+workspace   activations of one step: what a compiled module allocates if the caller has one, else
+            estimated
 reserve     driver, code objects and fragmentation
 
 A GPU holds one rank; a CPU's ranks share one memory, and the sums of all of them must fit in it.
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
 from shark_llm.artifacts.irpa import DTYPE_BYTES
 from shark_llm.compile.targets import CompileTarget
+from shark_llm.compile.workspace import PREFILL_TOKENS
 from shark_llm.errors import CapacityError, UsageError
 from shark_llm.model.config import ModelConfig
 from shark_llm.sharding.archives import WEIGHT_DTYPES, archive_sizes
@@ -92,6 +94,7 @@ class TpMemory:
     tp: int
     ranks: tuple[RankMemory, ...]
     kv_tokens_needed: int
+    workspace_is_estimate: bool = True
 
     @property
     def kv_tokens(self) -> int:
@@ -166,8 +169,8 @@ def plan_memory(
     tps: Iterable[int] | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int = 1,
-    prefill_tokens: int = 2048,
-    workspace_bytes: int | None = None,
+    prefill_tokens: int = PREFILL_TOKENS,
+    workspace: Mapping[int, Sequence[int]] | None = None,
     reserve_bytes: int = RESERVE_BYTES,
 ) -> MemoryPlan:
     """Plan `config` on devices of `memory_bytes` each, for every tp of `tps` (None: all that work).
@@ -175,8 +178,9 @@ def plan_memory(
     With `is_shared` all ranks share that memory, as simulated devices of one CPU do.
 
     It fits when `max_num_seqs` sequences of `max_model_len` tokens (None: all positions of the
-    model) have room. `workspace_bytes` per rank replaces the estimate for steps of
-    `prefill_tokens`. Raises ShardingError for a tp that cannot be, UsageError for an unknown dtype.
+    model) have room. `workspace`, the bytes of each rank by tp, replaces the estimate for steps of
+    `prefill_tokens` at those tp. Raises ShardingError for a tp that cannot be, UsageError for an
+    unknown dtype.
     """
     for name, value, known in (
         ("weight dtype", dtype, WEIGHT_DTYPES),
@@ -188,6 +192,7 @@ def plan_memory(
     splits = []
     for tp in sorted(supported_tps(config) if tps is None else tps):
         plan = plan_parameters(config, tp)
+        measured = (workspace or {}).get(tp)
         needs = []
         for shape in plan_ranks(config, tp):
             parameters = local_parameters(config, plan, shape.rank).values()
@@ -198,8 +203,8 @@ def plan_memory(
                     workspace_bytes=estimate_workspace(
                         config, shape, tp=tp, tokens=prefill_tokens, dtype=dtype
                     )
-                    if workspace_bytes is None
-                    else workspace_bytes,
+                    if measured is None
+                    else measured[shape.rank],
                     kv_bytes_per_token=kv_bytes_per_token(config, shape, kv_dtype),
                     kv_tokens=0,
                 )
@@ -211,7 +216,14 @@ def plan_memory(
             for tokens in [_kv_tokens(device, memory_bytes - reserve_bytes)]
             for rank in device
         ]
-        splits.append(TpMemory(tp=tp, ranks=tuple(ranks), kv_tokens_needed=needed))
+        splits.append(
+            TpMemory(
+                tp=tp,
+                ranks=tuple(ranks),
+                kv_tokens_needed=needed,
+                workspace_is_estimate=measured is None,
+            )
+        )
     return MemoryPlan(memory_bytes=memory_bytes, splits=tuple(splits), max_num_seqs=max_num_seqs)
 
 

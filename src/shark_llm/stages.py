@@ -15,11 +15,13 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """What one stage took. `peak_memory_bytes` is of this process, or of the compiler it ran."""
+    """What one stage took. `peak_memory_bytes` is of this process or of the compiler it ran,
+    whichever had more at once; `compiler_peak_bytes` of the latter alone, 0 where there is none."""
 
     name: str
     seconds: float
     peak_memory_bytes: int
+    compiler_peak_bytes: int
     note: str
 
 
@@ -48,7 +50,7 @@ class RunningStage:
     """What a stage may say of itself before it ends."""
 
     note: str = ""
-    child_peak_bytes: int = 0
+    compiler_peak_bytes: int = 0
 
 
 @dataclass
@@ -68,7 +70,8 @@ class StageClock:
         record = StageRecord(
             name=name,
             seconds=time.monotonic() - started,
-            peak_memory_bytes=max(_peak_bytes(), running.child_peak_bytes),
+            peak_memory_bytes=max(_peak_bytes(), running.compiler_peak_bytes),
+            compiler_peak_bytes=running.compiler_peak_bytes,
             note=running.note,
         )
         self.records.append(record)

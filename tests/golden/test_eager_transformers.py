@@ -23,6 +23,7 @@ from ladder import (
     walk,
 )
 from shark_llm.model.llama import AttentionForm
+from tiny import tiny_config, write_tiny
 
 F32, BF16, BF16_NARROW = 1e-5, 5e-3, 1e-2
 DECODED = 4
@@ -62,6 +63,21 @@ def test_chunked_prefill_equals_transformers(judged: Judged, kind: str, chunk: i
     """C02, E17: pages of the chunk and pages of the table are independent sizes."""
     directory, judge = judged(kind, "f32")
     check_walks(EagerRunner(directory), judge, F32, chunk=chunk)
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_context_that_is_no_multiple_of_the_page(tmp_path: Path, tp: int) -> None:
+    """C13: of 100 positions and pages of 16, the last page has four; all of them are usable."""
+    config = tiny_config(max_position_embeddings=100)
+    directory = write_tiny(tmp_path, config=config)
+    tokens = token_ids(100)
+    wanted = Judge(directory).logits(tokens)
+    runner = EagerRunner(directory, tp=tp)
+    assert runner.max_model_len == 100
+    for prompt in (95, 96, 97, 100):
+        found = walk(runner, tokens, prompt)
+        tolerance = F32 * float(np.abs(wanted).max())
+        assert_close(found, wanted[prompt - 1 :], tolerance, f"{prompt} of 100 positions")
 
 
 @pytest.mark.parametrize(

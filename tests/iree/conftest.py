@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from compiled import built_bundle, running, session_directory
 from ladder import KINDS, Judge
 from shark_llm.artifacts.bundle import Bundle
+from shark_llm.compile import targets
 from shark_llm.runtime.module import IreeRunner
 from shark_llm.sharding.apply import TORCH_DTYPES
 from tiny import tiny_config, tiny_weights, write_tiny
@@ -49,6 +50,16 @@ BUNDLES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "f32",  # 2 kv heads: the first is on two ranks; biases of o and down on rank 0 only
         {"tp": 3, "batch_sizes_prefill": (2,), "batch_sizes_decode": (2,)},
     ),
+    "tp8": (  # one rank has two query heads, the others one; a kv head is on up to three ranks
+        KINDS["nine_three"] | {"num_hidden_layers": 1},
+        "f32",
+        {"tp": 8, "batch_sizes_prefill": (2,), "batch_sizes_decode": (2,)},
+    ),
+    "shared": (  # chunks of 4, 4 and 1 layers, as for GPUs: the first two are one function
+        tiny_config(num_hidden_layers=9),
+        "f32",
+        {"tp": 3, "batch_sizes_prefill": (2,), "batch_sizes_decode": (2,)},
+    ),
 }
 
 
@@ -76,7 +87,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompiledModel:
         checkpoint = tmp_path_factory.mktemp(name)
         weights = tiny_weights(config, dtype=TORCH_DTYPES[dtype])
         write_tiny(checkpoint, config=config, weights=weights)
-        bundle, dev = built_bundle(root, name, checkpoint, dtype=dtype, **settings)
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "shared":
+                row = replace(targets.host_target(), linear_form=targets.PLAIN_SHARED)
+                patch.setattr(targets, "host_target", lambda: row)
+            bundle, dev = built_bundle(root, name, checkpoint, dtype=dtype, **settings)
         return Compiled(bundle=bundle, dev=dev, checkpoint=checkpoint, judge=Judge(checkpoint))
 
     return make

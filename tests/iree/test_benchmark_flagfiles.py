@@ -27,7 +27,7 @@ def benchmark(flagfile: Path, cwd: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["t0", "tp2"])
+@pytest.mark.parametrize("name", ["t0", "tp2", "tp8"])
 def test_every_flagfile_runs_from_another_directory(
     tmp_path: Path, compiled: CompiledModel, name: str
 ) -> None:

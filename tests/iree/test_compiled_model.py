@@ -30,7 +30,7 @@ from shark_llm.runtime.runner import Row
 
 CompiledModel = Callable[[str], Any]  # of conftest.py: name -> Compiled
 
-SHARES = {"t0": 1e-5, "wide": 5e-3, "tp2": 1e-5, "tp3": 1e-5}
+SHARES = {"t0": 1e-5, "wide": 5e-3, "tp2": 1e-5, "tp3": 1e-5, "tp8": 1e-5, "shared": 1e-5}
 DECODED = 4
 
 
@@ -57,7 +57,7 @@ def test_every_length_equals_transformers(
         assert_close(found, expected, tolerance, f"{length} tokens")
 
 
-@on("t0", "wide", "tp2")
+@on("t0", "wide", "tp2", "tp8")
 def test_chunked_prefill_equals_transformers(
     runner: IreeRunner, name: str, compiled: CompiledModel
 ) -> None:
@@ -115,7 +115,7 @@ def test_same_prompt_four_times_twice(
         assert_close(found, wanted, tolerance, f"text {i}")
 
 
-@on("t0", "tp2")
+@on("t0", "tp2", "tp8")
 def test_two_rows_share_a_prefix(runner: IreeRunner, name: str, compiled: CompiledModel) -> None:
     """E02: two rows of one batch read the same two pages, in prefill and in decode."""
     prefix = token_ids(32, runner.vocab_size, seed=3)
@@ -166,7 +166,7 @@ def test_rows_of_nan_have_no_best_token(runner: IreeRunner, name: str) -> None:
     assert output.best_tokens.tolist() == [logits[0].argmax(), runner.vocab_size]
 
 
-@on("t0", "tp2", "tp3")
+@on("t0", "tp2", "tp3", "tp8")
 def test_runs_are_equal_to_the_bit(runner: IreeRunner, name: str, compiled: CompiledModel) -> None:
     """B13: the same steps again, and on a device of one thread, give the same bits."""
     tokens = token_ids(40, runner.vocab_size)

@@ -34,7 +34,7 @@ def check(bundle: Bundle, checkpoint_dir: Path, *, corrupt: str | None = None) -
         return check_golden(runner, manifest, checkpoint.config, parameters, narrow_operands=False)
 
 
-@pytest.mark.parametrize("name", ["t0", "wide", "tp2", "tp3"])
+@pytest.mark.parametrize("name", ["t0", "wide", "tp2", "tp3", "tp8"])
 def test_published_bundle_passed_and_passes_again(compiled: CompiledModel, name: str) -> None:
     """Far below the tolerance: it has room for rounding, not for mistakes."""
     made = compiled(name)

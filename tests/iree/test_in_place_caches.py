@@ -16,20 +16,29 @@ from shark_llm.compile.compiler import run_compiler
 from shark_llm.compile.targets import get_target
 from shark_llm.export.compose import ExportedModule, export_module
 from shark_llm.export.signatures import ExportSettings
+from shark_llm.model.config import ModelConfig
 from shark_llm.model.kv_cache import page_elements
 from shark_llm.sharding.plan import plan_parameters, plan_ranks
 
 POOL_PAGES = 1000003
 POOL_DIM = re.compile(r"hal\.buffer_view\.dim<%[kv]_\d+_\d+ : !hal\.buffer_view>\[0\] : index")
-OTHER_DIM = re.compile(r"hal\.buffer_view\.dim<%(tokens|page_table) : ")
+OTHER_DIM = re.compile(r"hal\.buffer_view\.dim<%(tokens|page_table|hidden_\d+) : ")
+WEIGHT_COPY = re.compile(r"stream\.cmd\.copy .*: !stream\.resource<constant>")
 CONSTANT = re.compile(r"(%[\w#]+) = arith\.constant (\d+) : index")
 COPY = re.compile(r"stream\.(?:cmd\.copy|async\.copy|async\.update) .*?, (%[\w#]+) : ")
 CLONE = re.compile(r"stream\.(?:async\.clone|async\.transfer) .*\{(%[\w#]+)\}")
 ALLOCATION = re.compile(r"stream\.resource\.alloca? .*\{(%[\w#]+)\}")
 
 
+def config_for(tp: int) -> ModelConfig:
+    """Heads for all ranks: 4 query heads on 2 kv heads up to tp 4, 8 on 2 beyond. For two ranks
+    there are two chunks of layers."""
+    layers = 5 if tp == 2 else 2
+    return model_config(num_attention_heads=8 if tp > 4 else 4, num_hidden_layers=layers)
+
+
 def exported(target: str, tp: int, settings: ExportSettings) -> ExportedModule:
-    config, row = model_config(), get_target(target)
+    config, row = config_for(tp), get_target(target)
     return export_module(
         config, plan_parameters(config, tp), tp, settings, row.attention_form, row.linear_form
     )
@@ -65,8 +74,14 @@ def large_operations(stream: str, limit: int) -> list[str]:
     return found
 
 
+def copied_weights(stream: str) -> list[str]:
+    """Copies of what was loaded with the module, in functions: each step would make them again."""
+    steps = stream[stream.index("  util.func ") :]
+    return [line.strip() for line in steps.splitlines() if WEIGHT_COPY.search(line)]
+
+
 def smallest_cache_bytes(tp: int, settings: ExportSettings) -> int:
-    config = model_config()
+    config = config_for(tp)
     itemsize = {"f32": 4, "bf16": 2}[settings.dtype]
     heads = min(rank.num_kv_heads for rank in plan_ranks(config, tp))
     return POOL_PAGES * page_elements(heads, settings.page_size, config.head_dim) * itemsize
@@ -80,9 +95,13 @@ def smallest_cache_bytes(tp: int, settings: ExportSettings) -> int:
         # without a device here, and every decode step copied, and then lost, whole caches.
         ("host", 2, ExportSettings(batch_sizes_prefill=(2,), batch_sizes_decode=(2,))),
         ("gfx942", 1, ExportSettings(batch_sizes_prefill=(1,), batch_sizes_decode=(1, 4))),
-        ("gfx942", 2, ExportSettings(batch_sizes_prefill=(1,), batch_sizes_decode=(1,))),
+        *(
+            (target, tp, ExportSettings(batch_sizes_prefill=(1,), batch_sizes_decode=(1,)))
+            for target, tps in (("host", (3, 8)), ("gfx942", (2, 3, 8)))
+            for tp in tps
+        ),
     ],
-    ids=["host-tp1", "host-tp2", "gfx942-tp1", "gfx942-tp2"],
+    ids=lambda value: value if isinstance(value, str | int) else "",
 )
 def test_nothing_is_as_large_as_a_cache(
     tmp_path: Path, target: str, tp: int, settings: ExportSettings
@@ -91,10 +110,11 @@ def test_nothing_is_as_large_as_a_cache(
     limit = smallest_cache_bytes(tp, settings)
     entries = len(settings.batch_sizes_prefill) + len(settings.batch_sizes_decode)
     imports = stream.count(f"tensor<?x{limit // POOL_PAGES // 2}xbf16>{{%c{POOL_PAGES}}}")
-    caches = 2 * model_config().num_layers * tp
+    caches = 2 * config_for(tp).num_layers * tp
     assert imports >= entries * caches, "the caches are not where this test looks"
     assert stream.count("stream.cmd.dispatch") > 0
     assert large_operations(stream, limit) == []
+    assert copied_weights(stream) == []
 
 
 def test_cache_that_is_not_consumed_is_copied_and_found(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_the_report_says_what_was_built(
     assert report["module_key"] == result.manifest.module_key
     stages = {stage["name"]: stage for stage in report["stages"]}
     assert stages["compile"]["peak_memory_bytes"] == 1 << 40
+    assert stages["compile"]["compiler_peak_bytes"] == 1 << 40
     assert 0 < stages["shard"]["peak_memory_bytes"] < 1 << 40
     assert all(stage["seconds"] >= 0 for stage in stages.values())
     assert report["settings"]["batch_sizes_decode"] == [1]

@@ -193,6 +193,21 @@ def test_stored_angles_are_ignored_and_others_refused(tmp_path: Path) -> None:
     assert all(name in message for name in extra)
 
 
+def test_scales_of_an_fp8_kv_cache_are_ignored(tmp_path: Path) -> None:
+    """B12: in any of the places where quantizers put them; the cache is never fp8."""
+    weights = tiny_weights(tiny_config())
+    scales = {
+        f"model.layers.{layer}.self_attn.{place}": torch.tensor(0.05)
+        for layer in range(2)
+        for place in ("k_scale", "v_scale", "attn.k_scale", "k_proj.k_scale", "v_proj.v_scale")
+    }
+    directory = write_tiny(tmp_path, weights=weights | scales)
+    assert_reads(directory, weights)
+    of_a_weight = {"model.layers.0.mlp.up_proj.weight_scale": torch.tensor(0.05)}
+    write_tiny_weights(directory, weights | of_a_weight)
+    assert "weight_scale" in refusal(directory, WeightMapError)
+
+
 def test_only_files_of_the_index_count(tmp_path: Path) -> None:
     """A14"""
     directory = write_tiny(tmp_path / "a", shards=2)

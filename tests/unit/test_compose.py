@@ -110,12 +110,44 @@ def test_chunks_of_layers(tp: int, layers: int) -> None:
     assert text.count("inlining_policy = #util.inline.never") == 2 * len(starts)
 
 
+def test_layers_of_a_gpu_s_ranks_share_their_functions() -> None:
+    """Two chunks of four layers are one function, the ninth layer is another; all weights of layers
+    come as arguments, each pinned to its rank."""
+    text = export(dataclasses.replace(model_config(), num_layers=9), 2, "gfx942")
+    names = [name for kind, name in DECODE.findall(text) if name.startswith("decode_bs1.")]
+    assert sorted(names) == ["decode_bs1.layers.x1", "decode_bs1.layers.x4"]
+    calls = re.findall(r"util\.call @decode_bs1\.layers\.(x\d)\((.*?)\) :", text)
+    assert [name for name, _ in calls] == ["x4", "x4", "x1"]
+    first, second = (arguments.split(", ") for _, arguments in calls[:2])
+    assert len(first) == len(second)
+    public = text[text.index("util.func public @decode_bs1(") :]
+    loaded = dict(re.findall(r'(%\w+) = util\.global\.load @"blk\.(\d)\.', public))
+    layers = [[loaded[name] for name in names if name in loaded] for names in (first, second)]
+    assert layers[0] == [layer for _ in range(2) for layer in "0123" for _ in range(9)]
+    assert [str(int(layer) + 4) for layer in layers[0]] == layers[1]
+    start = text.index("private @decode_bs1.layers.x4(")
+    chunk = text[start : text.index("\n  }\n", start)]
+    assert 'util.global.load @"blk.' not in chunk
+    pinned = re.findall(r"flow\.tensor\.transfer %w_\d+ : .* to #hal\.device\.promise<(.*)>", chunk)
+    assert pinned == ["@__device_0"] * 36 + ["@__device_1"] * 36
+
+
+def test_one_device_and_packed_weights_keep_chunks_of_their_own() -> None:
+    """A packed weight must be loaded where it is multiplied: it is packed when the module loads."""
+    config = dataclasses.replace(model_config(), num_layers=9)
+    for tp, target in ((1, "gfx942"), (2, "x86-64-v3")):
+        names = [name for _, name in DECODE.findall(export(config, tp, target))]
+        assert not [name for name in names if ".layers.x" in name]
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_cache_is_imported_once_and_consumed(tp: int) -> None:
+    """Of several ranks also the hidden states, by the chunk and by what comes behind the chunks."""
     text = export(model_config(), tp)
     consumed = re.findall(r"hal\.tensor\.import .*consume .*: !hal\.buffer_view", text)
     entries, caches = 2, 2 * 2 * tp
-    assert len(consumed) == entries * caches
+    hidden = 0 if tp == 1 else 2 * tp
+    assert len(consumed) == entries * (caches + hidden)
     imports = text.count("hal.tensor.import")
     assert imports == len(consumed) + entries * 4  # tokens, positions, lengths, table
 

@@ -63,7 +63,7 @@ def test_weights_and_kv_by_hand() -> None:
         dtype="bf16",
         kv_dtype="bf16",
         tps=[2, 1],
-        workspace_bytes=GIB,
+        workspace={1: [GIB], 2: [GIB, GIB]},
     )
     (alone,), halves = (split.ranks for split in plan.splits)
     assert alone.weight_bytes == 2 * 8_030_261_248
@@ -152,7 +152,7 @@ def test_ranks_that_share_a_memory_share_its_rest() -> None:
         dtype="f32",
         kv_dtype="f32",
         tps=[1, 4],
-        workspace_bytes=0,
+        workspace={1: [0], 4: [0] * 4},
     ).splits
     assert alone.kv_tokens // 2 == pytest.approx(four.kv_tokens, rel=1e-3)
 

@@ -13,7 +13,13 @@ from shark_llm.cli.reporter import LiveReporter, PlainReporter, byte_progress, m
 from shark_llm.errors import HubError
 from shark_llm.stages import StageRecord
 
-RECORD = StageRecord(name="shard", seconds=1.26, peak_memory_bytes=410_000_000, note="reused")
+RECORD = StageRecord(
+    name="shard",
+    seconds=1.26,
+    peak_memory_bytes=410_000_000,
+    compiler_peak_bytes=0,
+    note="reused",
+)
 
 
 def console(*, terminal: bool) -> tuple[Console, io.StringIO]:

@@ -28,8 +28,13 @@ def test_each_stage_has_its_own_time_and_memory() -> None:
 def test_memory_of_a_child_counts() -> None:
     clock = StageClock(ListReporter())
     with clock.stage("compile", "...") as stage:
-        stage.child_peak_bytes = 1 << 45
-    assert clock.records[0].peak_memory_bytes == 1 << 45
+        stage.compiler_peak_bytes = 1 << 45
+        stage.note = "ran"
+    with clock.stage("publish", "..."):
+        pass
+    compiled, published = clock.records
+    assert compiled.peak_memory_bytes == compiled.compiler_peak_bytes == 1 << 45
+    assert published.compiler_peak_bytes == 0
 
 
 def test_a_failed_stage_is_not_finished() -> None:

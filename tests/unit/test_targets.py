@@ -40,6 +40,12 @@ def test_amd_rows(name: str) -> None:
     assert f"--iree-rocm-target={name}" in flags
 
 
+def test_gfx950_does_not_load_directly_into_shared_memory() -> None:
+    """The compiler died of SIGFPE on small products: the kv heads of a rank, a tiny model's MLP."""
+    flag = "--iree-llvmgpu-use-direct-load=false"
+    assert [name for name, row in TARGETS.items() if flag in row.flags] == ["gfx950"]
+
+
 @pytest.mark.parametrize("name", ["sm_80", "sm_89"])
 def test_nvidia_rows(name: str) -> None:
     flags = get_target(name).compile_flags(2)

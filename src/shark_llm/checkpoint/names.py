@@ -34,8 +34,12 @@ OUTER_MODULES = {
 _HF_OUTER = {hf: ours for ours, hf in OUTER_MODULES.items()}
 _HF_BLOCK = {hf: ours for ours, hf in BLOCK_MODULES.items()}
 
-# Old files store the angles of rope, which follow from the config.
-IGNORED = re.compile(r"(model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|rope\.freqs)")
+# Old files store the angles of rope, which follow from the config; others the scales of an fp8 KV
+# cache, which ours is not.
+IGNORED = re.compile(
+    r"(model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|rope\.freqs"
+    r"|model\.layers\.\d+\.self_attn\.(attn\.|[kv]_proj\.)?[kv]_scale)"
+)
 _HF_BLOCK_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _OUR_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 

@@ -45,6 +45,14 @@ def plan(
         int | None,
         typer.Option(help="Show also what each rank holds at this tp.", rich_help_panel=_TARGET),
     ] = None,
+    dev_artifacts_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Dev artifacts of a build with --save-intermediates: at its tp, the workspace is "
+            "what that module allocates.",
+            rich_help_panel=_TARGET,
+        ),
+    ] = None,
     as_json: flags.Json = False,
     debug: flags.Debug = False,
 ) -> None:
@@ -58,6 +66,7 @@ def plan(
 
     from shark_llm.cli.plan_text import PlanReport, print_report, report_to_dict
     from shark_llm.compile.targets import HOST, get_target
+    from shark_llm.compile.workspace import built_workspace
     from shark_llm.hub import HubSettings, fetch_metadata, parse_model
     from shark_llm.planner import choose_max_model_len, device_memory, plan_memory
     from shark_llm.sharding.plan import plan_ranks
@@ -70,6 +79,11 @@ def plan(
     ranks = None if tp is None else plan_ranks(config, tp)  # refuses a tp that cannot be
     length = choose_max_model_len(max_model_len, config)
     chosen = _own_dtype(config, metadata.path) if dtype in (None, "auto") else dtype
+    workspace = None
+    if dev_artifacts_dir is not None:
+        workspace = built_workspace(
+            dev_artifacts_dir, model=metadata.name, target=target.name, context_tokens=length
+        )
     report = PlanReport(
         name=metadata.name,
         config=config,
@@ -85,6 +99,7 @@ def plan(
             kv_dtype=chosen,
             max_model_len=length,
             max_num_seqs=max_num_seqs,
+            workspace=workspace,
         ),
         ranks=ranks,
         notes=metadata.notes,

@@ -53,7 +53,6 @@ def report_to_dict(report: PlanReport) -> dict[str, Any]:
         "memory_bytes": memory.memory_bytes,
         "memory_is_shared": report.device.is_shared,
         "reserve_bytes": RESERVE_BYTES,
-        "workspace_is_estimate": True,
         "dtype": report.dtype,
         "kv_dtype": report.dtype,
         "max_model_len": report.max_model_len,
@@ -79,6 +78,7 @@ def _split_to_dict(split: TpMemory, config: ModelConfig) -> dict[str, Any]:
         "fits": split.fits,
         "kv_tokens": split.kv_tokens,
         "kv_tokens_needed": split.kv_tokens_needed,
+        "workspace_is_estimate": split.workspace_is_estimate,
         "ranks": [
             asdict(rank)
             | {
@@ -127,7 +127,8 @@ def _tp_row(split: TpMemory, report: PlanReport) -> tuple[str, ...]:
         str(split.tp),
         f"{fullest.weight_bytes / GIB:.2f} GiB",
         f"{max(rank.kv_bytes_per_token for rank in split.ranks) / 1024:g} KiB",
-        f"{max(rank.workspace_bytes for rank in split.ranks) / GIB:.2f} GiB",
+        f"{max(rank.workspace_bytes for rank in split.ranks) / GIB:.2f} GiB"
+        + ("" if split.workspace_is_estimate else " (module)"),
         str(split.kv_tokens),
         "yes" if split.fits else "no",
     )

@@ -117,7 +117,8 @@ def serve(
         _setting(
             "cpu_threads",
             _DEVICE,
-            "Worker threads of all local-task devices together. Default: each has one per core.",
+            "Worker threads of all local-task devices together, at least one each. Default: one on "
+            "each core.",
         ),
     ] = None,
     kv_cache_tokens: Annotated[

@@ -55,9 +55,13 @@ class CompileTarget:
 PACKED = LinearForm(form="packed")
 PACKED_512 = LinearForm(form="packed", tile_n=32, max_tile_m=8, prefill_tile_m=8)
 PLAIN = LinearForm(form="plain")
+PLAIN_SHARED = LinearForm(form="plain", shares_layers=True)
 
 # The generic micro-kernel for mixed operands is scalar code; generated code is vectorized.
 _CPU = ("--iree-llvmcpu-enable-ukernels=none",)
+# Where it would load the operands of small products directly into shared memory, the compiler
+# divides by zero (SIGFPE in getXorShuffleParamsForTunedChipset): 1 row of 64 columns, 8 of 144.
+_INDIRECT = ("--iree-llvmgpu-use-direct-load=false",)
 _V3 = ("avx2", "fma", "f16c", "bmi2")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 
@@ -76,15 +80,15 @@ def _cpu(name: str, description: str, cpu: str, features: tuple[str, ...]) -> Co
     )
 
 
-def _hip(name: str, description: str, gib: int) -> CompileTarget:
+def _hip(name: str, description: str, gib: int, *flags: str) -> CompileTarget:
     return CompileTarget(
         name=name,
         description=description,
         driver="hip",
         backend="rocm",
-        flags=(f"--iree-rocm-target={name}",),
+        flags=(f"--iree-rocm-target={name}", *flags),
         attention_form="fused",
-        linear_form=PLAIN,
+        linear_form=PLAIN_SHARED,
         memory_bytes=gib << 30,
     )
 
@@ -97,7 +101,7 @@ def _cuda(name: str, description: str, gib: int) -> CompileTarget:
         backend="cuda",
         flags=(f"--iree-cuda-target={name}",),
         attention_form="fused",
-        linear_form=PLAIN,
+        linear_form=PLAIN_SHARED,
         memory_bytes=gib << 30,
     )
 
@@ -106,7 +110,7 @@ _ROWS = (
     _cpu("x86-64-v3", "x86 CPUs with AVX2 (Haswell, Zen and later)", "x86-64-v3", _V3),
     _cpu("x86-64-v4", "x86 CPUs with AVX-512 (Skylake-X, Zen 4 and later)", "x86-64-v4", _V4),
     _hip("gfx942", "AMD Instinct MI300X, MI300A, MI325X", 192),
-    _hip("gfx950", "AMD Instinct MI350X, MI355X", 288),
+    _hip("gfx950", "AMD Instinct MI350X, MI355X", 288, *_INDIRECT),
     _hip("gfx90a", "AMD Instinct MI210, MI250X (one die)", 64),
     _hip("gfx1100", "AMD Radeon RX 7900, PRO W7900", 24),
     _cuda("sm_80", "NVIDIA A100 and later (PTX)", 80),

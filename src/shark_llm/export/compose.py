@@ -6,11 +6,17 @@ The module is written as MLIR text around the lowered fragments:
     @<entry>.layers.K a chunk of layers as a private function that is never inlined. It takes the
                       caches as buffer views and imports them with `consume`: only so are they
                       updated in place. With several devices compile time is exponential in the
-                      layers of one function, so a chunk has few.
+                      layers of one function, so a chunk has few; and where weights are not packed
+                      (`LinearForm.shares_layers`), chunks of K layers are all one function,
+                      @<entry>.layers.xK, which takes their weights as arguments too.
     @<entry>          the public function: inputs to every rank, embed, chunks in turn, head
 
 All-reduce: every rank's partial sum goes to every rank, which adds them in rank order. Ranks stay
 concurrent, and the sum does not depend on timing.
+
+What comes from elsewhere to a rank is transferred to it, also where it is there already: a value
+whose device the compiler leaves open draws copies of weights behind it, into the buffers that it
+might be needed in, in every step.
 """
 
 from __future__ import annotations
@@ -129,7 +135,8 @@ class _Composer:
         size = layers if self.tp == 1 else CHUNK_LAYERS_MULTI_DEVICE
         chunks = [range(start, min(start + size, layers)) for start in range(0, layers, size)]
         lines: list[str] = []
-        for chunk in chunks:
+        distinct = {self._chunk_name(entry, chunk): chunk for chunk in reversed(chunks)}
+        for chunk in reversed(distinct.values()):
             lines += self._chunk(entry, fragments, chunk)
         return lines + self._public(entry, fragments, chunks)
 
@@ -138,19 +145,35 @@ class _Composer:
 
         It takes, rank by rank, hidden states and the step as tensors, then the caches of its layers
         as buffer views; it returns hidden states and caches.
+
+        Between several ranks, hidden states are buffer views too: as tensors, the compiler puts
+        those of two ranks into one buffer, which has to be on one device, and then loses track of
+        its size among the function's results ("operation's operand is unlinked").
         """
         body = FunctionBody()
         parameters: list[str] = []
         hidden: list[Value] = []
         context: list[tuple[Value, ...]] = []  # per rank: the tensors of Step
+        if self.shares_layers:
+            for i, (symbol, tensor, rank) in enumerate(self._layer_weights(chunk)):
+                weight = Value(f"%w_{i}", tensor, ())
+                parameters.append(f"{weight.name}: {tensor.mlir()}")
+                body.given[symbol] = body.transfer(weight, rank)
         dims = ArgumentDims(body)
         for rank, of_rank in enumerate(fragments):
             values = []
             types = (of_rank.norm.arguments[0], *of_rank.prepare.results)
             for i, tensor in enumerate(types):
+                if i == 0 and self.tp > 1:
+                    view = f"%hidden_{rank}"
+                    parameters.append(f"{view}: !hal.buffer_view")
+                    sizes = dims.of_view(tensor, view)
+                    values.append(body.import_tensor(view, tensor, rank, sizes, consume=True))
+                    continue
                 name = f"%r{rank}_{i}"
                 parameters.append(f"{name}: {tensor.mlir()}")
-                values.append(Value(name, tensor, dims.of(tensor, name)))
+                value = Value(name, tensor, dims.of(tensor, name))
+                values.append(value if self.tp == 1 else body.transfer(value, rank))
             hidden.append(values[0])
             context.append(tuple(values[1:]))
         views: dict[tuple[int, int, str], str] = {}
@@ -189,15 +212,41 @@ class _Composer:
         # between operations would cut the layers into one submission more.
         for key, cache in caches.items():
             views[key] = body.export_tensor(cache, key[0])
-        results = [h.name for h in hidden] + list(views.values())
-        types_out = [h.type.mlir() for h in hidden] + ["!hal.buffer_view"] * len(views)
+        passed = self._passed(body, hidden)
+        results = [name for name, _ in passed] + list(views.values())
+        types_out = [type_ for _, type_ in passed] + ["!hal.buffer_view"] * len(views)
         return [
-            f"  util.func private @{_chunk_name(entry, chunk)}({', '.join(parameters)}) -> "
+            f"  util.func private @{self._chunk_name(entry, chunk)}({', '.join(parameters)}) -> "
             f"({', '.join(types_out)}) attributes {{inlining_policy = #util.inline.never}} {{",
             *body.lines,
             f"    util.return {', '.join(results)} : {', '.join(types_out)}",
             "  }",
         ]
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether chunks of as many layers are one function."""
+        return self.tp > 1 and self.linears.form.shares_layers
+
+    def _chunk_name(self, entry: EntryPoint, chunk: range) -> str:
+        which = f"x{len(chunk)}" if self.shares_layers else f"{chunk.start}"
+        return f"{entry.name}.layers.{which}"
+
+    def _layer_weights(self, chunk: range) -> Iterator[tuple[str, TensorType, int]]:
+        """(symbol, type, rank) of the parameters of some layers; all chunks have the same order."""
+        for rank, parameters in enumerate(self.parameters):
+            for layer in chunk:
+                for name, parameter in parameters.items():
+                    if name.startswith(f"blk.{layer}."):
+                        dtype = DTYPES[self.settings.dtype]
+                        tensor = TensorType(shape=parameter.shape, dtype=dtype)
+                        yield _symbol(name, rank), tensor, rank
+
+    def _passed(self, body: FunctionBody, hidden: Sequence[Value]) -> list[tuple[str, str]]:
+        """(name, type) of hidden states as they go into a chunk and come out of it."""
+        if self.tp == 1:
+            return [(h.name, h.type.mlir()) for h in hidden]
+        return [(body.export_tensor(h, rank), "!hal.buffer_view") for rank, h in enumerate(hidden)]
 
     def _attend(
         self,
@@ -304,10 +353,7 @@ class _Composer:
     def _gather(self, body: FunctionBody, partials: Sequence[Value]) -> list[tuple[Value, ...]]:
         """Every rank's value on every rank: [rank][source]."""
         return [
-            tuple(
-                partial if source == rank else body.transfer(partial, rank)
-                for source, partial in enumerate(partials)
-            )
+            tuple(body.transfer(partial, rank) for source, partial in enumerate(partials))
             for rank in range(self.tp)
         ]
 
@@ -370,8 +416,15 @@ class _Composer:
                 body.call(of_rank.total, everywhere[rank], (rows,))[0]
                 for rank, of_rank in enumerate(fragments)
             ]
+        passed = self._passed(body, hidden)
         for chunk in chunks:
-            hidden = self._call_chunk(body, entry, chunk, hidden, context, views)
+            passed = self._call_chunk(body, entry, chunk, passed, context, views)
+        hidden = [
+            Value(name, own.type, own.dims)
+            if self.tp == 1
+            else body.import_tensor(name, own.type, rank, own.dims, consume=True)
+            for rank, ((name, _), own) in enumerate(zip(passed, hidden, strict=True))
+        ]
         logits = self._logits(body, entry, fragments, hidden, lengths)
         (best,) = body.call(fragments[0].best, (logits,), ((),))
         results = [*(body.export_tensor(result, 0) for result in (logits, best)), *views.values()]
@@ -388,13 +441,18 @@ class _Composer:
         body: FunctionBody,
         entry: EntryPoint,
         chunk: range,
-        hidden: list[Value],
+        passed: list[tuple[str, str]],
         context: list[tuple[Value, ...]],
         views: dict[str, str],
-    ) -> list[Value]:
-        """Call one chunk; `views` is updated to the caches it returns."""
-        tensors = [
-            value for own, of_rank in zip(hidden, context, strict=True) for value in (own, *of_rank)
+    ) -> list[tuple[str, str]]:
+        """Call one chunk with the hidden states `passed`, and return those that come back; `views`
+        is updated to the caches it returns."""
+        weights = list(self._layer_weights(chunk)) if self.shares_layers else []
+        operands = [(body.load(symbol, of).name, of.mlir()) for symbol, of, _ in weights]
+        operands += [
+            operand
+            for own, of_rank in zip(passed, context, strict=True)
+            for operand in (own, *((v.name, v.type.mlir()) for v in of_rank))
         ]
         names = [
             f"rank{rank}.blk.{layer}.{kind}_cache"
@@ -402,16 +460,16 @@ class _Composer:
             for layer in chunk
             for kind in ("k", "v")
         ]
-        types = [v.type.mlir() for v in tensors] + ["!hal.buffer_view"] * len(names)
-        results = [body.name() for _ in (*hidden, *names)]
-        result_types = [h.type.mlir() for h in hidden] + ["!hal.buffer_view"] * len(names)
-        arguments = [v.name for v in tensors] + [views[name] for name in names]
+        types = [type_ for _, type_ in operands] + ["!hal.buffer_view"] * len(names)
+        results = [body.name() for _ in (*passed, *names)]
+        result_types = [type_ for _, type_ in passed] + ["!hal.buffer_view"] * len(names)
+        arguments = [name for name, _ in operands] + [views[name] for name in names]
         body.emit(
-            f"{', '.join(results)} = util.call @{_chunk_name(entry, chunk)}"
+            f"{', '.join(results)} = util.call @{self._chunk_name(entry, chunk)}"
             f"({', '.join(arguments)}) : ({', '.join(types)}) -> ({', '.join(result_types)})"
         )
         views.update(zip(names, results[self.tp :], strict=True))
-        return [Value(name, own.type, own.dims) for name, own in zip(results, hidden, strict=False)]
+        return list(zip(results, result_types[: self.tp], strict=False))
 
     def _logits(
         self,
@@ -445,7 +503,3 @@ class _Composer:
 
 def _symbol(name: str, rank: int) -> str:
     return f"{name}.rank{rank}"
-
-
-def _chunk_name(entry: EntryPoint, chunk: range) -> str:
-    return f"{entry.name}.layers.{chunk.start}"

@@ -28,6 +28,10 @@ class LinearForm:
     max_tiles_one_row: int = 6
     """How many tiles of a weight a product of one row reads side by side. Such a product is bound
     by memory, and a core waits less for six streams than for one."""
+    shares_layers: bool = False
+    """Between several ranks all chunks of layers are one function, which takes their weights as
+    arguments: a module then compiles in the same time whatever its depth. Not where the compiler or
+    this form packs weights, which happens once only for those that a function loads itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ class FunctionBody:
     """The lines of one function under construction."""
 
     lines: list[str] = field(default_factory=list)
+    given: dict[str, Value] = field(default_factory=dict)
+    """Globals, by symbol, that come as arguments and so are not loaded."""
     _count: int = 0
 
     def emit(self, text: str) -> None:
@@ -102,6 +104,8 @@ class FunctionBody:
 
     def load(self, symbol: str, tensor: TensorType) -> Value:
         """The value of a global."""
+        if symbol in self.given:
+            return self.given[symbol]
         name = self.name("w")
         self.emit(f'{name} = util.global.load @"{symbol}" : {tensor.mlir()}')
         return Value(name, tensor, ())
@@ -125,13 +129,21 @@ class FunctionBody:
 
 
 class ArgumentDims:
-    """The dynamic sizes of a chunk's tensor arguments, read from the first that has them."""
+    """The dynamic sizes of a chunk's arguments, read from the first that has them."""
 
     def __init__(self, body: FunctionBody) -> None:
         self._body = body
         self._known: dict[object, str] = {}
 
+    def of_view(self, tensor: TensorType, view: str) -> tuple[str, ...]:
+        """Of an argument that is a buffer view of `tensor`."""
+        for axis, dim in enumerate(tensor.shape):
+            if not isinstance(dim, int) and dim not in self._known:
+                self._known[dim] = self._body.view_dim(view, axis)
+        return tuple(self._known[dim] for dim in tensor.shape if not isinstance(dim, int))
+
     def of(self, tensor: TensorType, name: str) -> tuple[str, ...]:
+        """Of an argument that is a tensor."""
         dims = []
         for axis, dim in enumerate(tensor.shape):
             if isinstance(dim, int):

@@ -1,7 +1,8 @@
 """Devices: found by driver and id, opened once, and the only place that moves their bytes.
 
 A rank has one device. `local-task` and `local-sync` are this machine's CPU: they make as many
-simulated devices as there are ranks, each with its own worker pool.
+simulated devices as there are ranks. The cores are dealt out to those of local-task, each of which
+has a worker pool of its own, with one thread on each of its cores.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from iree.runtime import _binding
 
 from shark_llm.errors import CapacityError, DeviceError, UsageError
+from shark_llm.runtime.cores import confined_to, share_cores, usable_cores
 
 DRIVERS = ("local-task", "local-sync", "hip", "cuda")
 CPU_DRIVERS = ("local-task", "local-sync")
@@ -46,7 +48,7 @@ class DeviceConfig:
     """How results come back. auto: mapped where the host sees the device's memory, else copied
     through a host buffer that is kept for the next time; always: through the host buffer."""
     cpu_threads: int | None = None
-    """Worker threads of all local-task devices together; None: each device has one per core."""
+    """Worker threads of all local-task devices together, at least one each; None: one per core."""
 
     def __post_init__(self) -> None:
         if self.driver not in DRIVERS:
@@ -97,18 +99,29 @@ class DeviceSet:
             self._open_gpu(ids)
 
     def _open_cpu(self, tp: int) -> None:
-        if self.config.driver == "local-task" and self.config.cpu_threads is not None:
-            if self.config.cpu_threads < tp:
-                raise UsageError(
-                    f"--cpu-threads is {self.config.cpu_threads}, the bundle has tp {tp}: "
-                    f"every rank needs a thread, give at least {tp}"
-                )
-            per_device = self.config.cpu_threads // tp
-            rt.flags.parse_flags(f"--task_topology_group_count={per_device}")
-        for _ in range(tp):
-            # A driver for each device: devices of one driver share its worker pool.
-            driver = _binding.create_hal_driver(self.config.driver)
+        cores = usable_cores()
+        for share in share_cores(cores[: self._worker_threads(tp, len(cores))], tp):
+            # A driver for each device: devices of one driver share its worker pool. IREE makes a
+            # worker for every core that the thread which creates the driver may run on.
+            with confined_to(share):
+                driver = _binding.create_hal_driver(self.config.driver)
             self.devices.append(driver.create_default_device(allocators=self._allocators))
+
+    def _worker_threads(self, tp: int, num_cores: int) -> int:
+        asked = self.config.cpu_threads
+        if asked is None:
+            return num_cores
+        if asked < tp:
+            raise UsageError(
+                f"--cpu-threads is {asked}, the bundle has tp {tp}: every rank needs a thread, "
+                f"give at least {tp}"
+            )
+        if asked > max(tp, num_cores):
+            raise UsageError(
+                f"--cpu-threads is {asked}, and this process may run on {num_cores} cores: more "
+                "threads would wait for each other, leave it out"
+            )
+        return asked
 
     @property
     def _allocators(self) -> list[str]:
