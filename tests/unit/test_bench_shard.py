@@ -113,7 +113,7 @@ def test_the_page_is_fresh() -> None:
 
 def test_writing_is_measured_beside_cp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both write the same bytes; the ratio is taken round by round."""
-    config = shard_builds.published_config("llama-3.2-1b")
+    config = shard_builds.published_config("smollm2-360m")
     config |= {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config |= {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2}

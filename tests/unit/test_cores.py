@@ -42,16 +42,23 @@ def cpus() -> Iterator[list[int]]:
 
 
 def test_shares_are_whole_neighbouring_cores() -> None:
-    assert share_cores(FOUR, 1) == [FOUR]
-    assert share_cores(FOUR, 2) == [FOUR[:2], FOUR[2:]]
-    assert share_cores(FOUR, 3) == [FOUR[:1], FOUR[1:2], FOUR[2:]]
+    assert share_cores(FOUR, 1, 4) == [FOUR]
+    assert share_cores(FOUR, 2, 4) == [FOUR[:2], FOUR[2:]]
+    assert share_cores(FOUR, 3, 4) == [FOUR[:1], FOUR[1:2], FOUR[2:]]
+    assert share_cores(FOUR, 2, 3) == [FOUR[:1], FOUR[1:3]]
+
+
+def test_more_threads_than_cores_share_them() -> None:
+    assert share_cores(FOUR, 2, 6) == [FOUR[:3], [FOUR[2], FOUR[3], FOUR[0]]]
+    assert share_cores(FOUR, 2, 8) == [FOUR, FOUR[2:] + FOUR[:2]]
+    assert share_cores(FOUR[:2], 5, 9) == [[FOUR[0]]] * 3 + [[FOUR[1]]] * 2
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 13])
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_every_rank_has_a_core_and_every_core_a_rank(count: int, ranks: int) -> None:
     made = [(cpu,) for cpu in range(count)]
-    shares = share_cores(made, ranks)
+    shares = share_cores(made, ranks, count)
     assert len(shares) == ranks
     sizes = [len(share) for share in shares]
     assert min(sizes) >= 1
@@ -114,7 +121,7 @@ def test_workers_stay_where_this_process_may_run(cpus: list[int]) -> None:
     ("threads", "tp", "message"),
     [
         (1, 2, "--cpu-threads is 1, the bundle has tp 2: every rank needs a thread, give at least"),
-        (4000, 2, r"--cpu-threads is 4000, and this process may run on \d+ cores"),
+        (4000, 2, r"--cpu-threads is 4000, .* on \d+ cores: with tp 2, give at most \d+, a thread"),
     ],
 )
 def test_thread_count_must_suit_ranks_and_cores(threads: int, tp: int, message: str) -> None:

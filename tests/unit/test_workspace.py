@@ -18,9 +18,10 @@ ALLOCA, DEALLOCA = "stream.resource.alloca uninitialized", "stream.resource.deal
 
 # %s tokens a row, %p pages. The chunk returns %r, frees %a, and drops %b.
 CHUNK = f"""\
-  util.func private @prefill_bs2.layers.0(%arg0: !r, %arg1: index) -> (!r, index, !t) {{
+  util.func private @prefill_bs2.layers.0(%arg0: !r, %arg1: !v) -> (!r, index, !t) {{
     %c100 = arith.constant 100 : index
-    %1 = arith.muli %arg1, %c100 overflow<nsw> : index
+    %0 = hal.buffer_view.dim<%arg1 : !v>[1] : index
+    %1 = arith.muli %0, %c100 overflow<nsw> : index
     %a, %t0 = {ALLOCA} {DEVICE_1} => !r{{%1}} => !t
     %2 = stream.cmd.execute {DEVICE_1} with(%a as %arg9: !r) {{
       %c100 = arith.constant 7 : index
@@ -43,9 +44,10 @@ ENTRY = f"""\
     %12 = arith.index_cast %11 : i64 to index
     %13 = util.align %12, %c64 : index
     %x, %t0 = {ALLOCA} {EITHER} => !r{{%13}} => !t
-    %20:3 = util.call @prefill_bs2.layers.0(%x, %s) : (!r, index) -> (!r, index, !t)
+    %h = stream.tensor.export {DEVICE_0} %x : tensor<2x?xf32>{{%s}} in !r{{%13}} -> !v
+    %20:3 = util.call @prefill_bs2.layers.0(%x, %h) : (!r, !v) -> (!r, index, !t)
     %y, %t1 = {ALLOCA} {DEVICE_0} => !r{{%20#1}} => !t
-    %21:3 = util.call @prefill_bs2.layers.0(%20#0, %s) : (!r, index) -> (!r, index, !t)
+    %21:3 = util.call @prefill_bs2.layers.0(%20#0, %h) : (!r, !v) -> (!r, index, !t)
     util.return %arg0 : !v
   }}
 """
@@ -68,7 +70,7 @@ def test_decode_has_one_token_a_row() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (MODULE.replace("muli %arg1, %c100", "remsi %arg1, %c100"), "@prefill_bs2.layers.0 alloc"),
+        (MODULE.replace("muli %0, %c100", "remsi %0, %c100"), "@prefill_bs2.layers.0 alloc"),
         ("module {\n}\n", "no entry points"),
     ],
 )

@@ -40,6 +40,10 @@ _ALLOCATION = re.compile(
     r"    (?P<to>%[^\s,]+), \S+ = stream\.resource\.alloca .*\{(?P<size>%\S+)\}"
 )
 _FREE = re.compile(r"    \S+ = stream\.resource\.dealloca .* => (?P<buffer>%\S+) : ")
+_EXPORT = re.compile(
+    r"    (?P<to>%\S+) = stream\.tensor\.export .* : tensor<(?P<shape>[^>]*)>"
+    r"(?:\{(?P<dims>[^}]*)\})? in "
+)
 _CALL = re.compile(
     r"    (?P<to>%[\w]+)\S* = util\.call @\"?(?P<name>[\w.$]+)\"?\((?P<args>[^)]*)\)"
 )
@@ -60,20 +64,6 @@ _OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
     "minui": min,
     "align": lambda a, b: -(-a // b) * b,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """What the callers of a module choose: how large a step is."""
-
-    tokens: int
-    """Of a row: a multiple of the page size in prefill, 1 in decode."""
-    pages: int
-    """Of a row's page table."""
-
-    def dimensions(self) -> dict[tuple[str, int], int]:
-        """(argument of the entry point, dimension) -> size, of those that are not compiled in."""
-        return {("%arg0", 1): self.tokens, ("%arg3", 1): self.pages}
 
 
 def module_workspace(
@@ -97,8 +87,8 @@ def module_workspace(
         if entry := re.fullmatch(r"(prefill|decode)_bs(\d+)", name):
             pages_of_step = -(-prefill_tokens // (int(entry[2]) * page_size))
             tokens = pages_of_step * page_size if entry[1] == "prefill" else 1
-            run = _Run(functions=functions, tp=tp, shape=StepShape(tokens=tokens, pages=pages))
-            run.call(name, None)
+            run = _Run(functions=functions, tp=tp, shape=_StepShape(tokens=tokens, pages=pages))
+            run.call(name, run.shape.arguments())
             found[name] = tuple(run.peak)
     if not found:
         raise CompileError("the module has no entry points prefill_bs{N} or decode_bs{N}")
@@ -154,7 +144,28 @@ class _Buffer:
     """More than one where the compiler leaves the choice open: each then counts it."""
 
 
-_Value = int | _Buffer | None  # None: not known here
+@dataclass(frozen=True)
+class _View:
+    """A buffer view: the sizes of its dimensions that are known."""
+
+    dims: Mapping[int, int]
+
+
+_Value = int | _Buffer | _View | None  # None: not known here
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StepShape:
+    """What the callers of a module choose: how large a step is."""
+
+    tokens: int
+    """Of a row: a multiple of the page size in prefill, 1 in decode."""
+    pages: int
+    """Of a row's page table."""
+
+    def arguments(self) -> list[_Value]:
+        """Of an entry point, as far as they have sizes: tokens, two vectors, the page table."""
+        return [_View({1: self.tokens}), None, None, _View({1: self.pages})]
 
 
 @dataclass(kw_only=True)
@@ -163,18 +174,17 @@ class _Run:
 
     functions: Mapping[str, _Function]
     tp: int
-    shape: StepShape
+    shape: _StepShape
     live: set[_Buffer] = field(default_factory=set)
     peak: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.peak = [0] * self.tp
 
-    def call(self, name: str, arguments: Sequence[_Value] | None) -> list[_Value]:
-        """Run a function; its results. `arguments` None: it is the entry point."""
+    def call(self, name: str, arguments: Sequence[_Value]) -> list[_Value]:
+        """Run a function; its results."""
         function = self.functions[name]
-        known: dict[str, _Value] = dict(zip(function.arguments, arguments or (), strict=False))
-        dimensions = self.shape.dimensions() if arguments is None else {}
+        known: dict[str, _Value] = dict(zip(function.arguments, arguments, strict=False))
         mine: list[_Buffer] = []
         results: list[_Value] = []
         for line in function.lines:
@@ -188,7 +198,17 @@ class _Run:
             elif found := _SAME.match(line):
                 known[found["to"]] = known.get(found["value"])
             elif found := _DIM.match(line):
-                known[found["to"]] = dimensions.get((found["view"], int(found["dim"])))
+                view = known.get(found["view"])
+                known[found["to"]] = (
+                    view.dims.get(int(found["dim"])) if isinstance(view, _View) else None
+                )
+            elif found := _EXPORT.match(line):
+                dynamic = iter(_names(found["dims"] or ""))
+                shape = found["shape"].split("x")[:-1]
+                sizes = {axis: known.get(next(dynamic)) for axis, d in enumerate(shape) if d == "?"}
+                known[found["to"]] = _View(
+                    {axis: value for axis, value in sizes.items() if isinstance(value, int)}
+                )
             elif found := _ALLOCATION.match(line):
                 size = known.get(found["size"])
                 if not isinstance(size, int):

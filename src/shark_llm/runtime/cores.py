@@ -26,15 +26,20 @@ def usable_cores() -> list[Core]:
     ]
 
 
-def share_cores(cores: Sequence[Core], ranks: int) -> list[list[Core]]:
-    """Each rank's part of `cores`: neighbours, in numbers that differ by one at most.
+def share_cores(cores: Sequence[Core], ranks: int, threads: int) -> list[list[Core]]:
+    """Each rank's part of `cores`, for `threads` in all: neighbours, one for each of its threads.
 
-    With more ranks than cores every rank has one, and neighbouring ranks have it in common.
+    As long as there are cores enough, no two ranks have one in common, and their numbers differ by
+    one at most. Beyond that each rank has threads // ranks of them, beginning at its place in turn.
     """
     n = len(cores)
-    if n < ranks:
-        return [[cores[rank * n // ranks]] for rank in range(ranks)]
-    return [list(cores[rank * n // ranks : (rank + 1) * n // ranks]) for rank in range(ranks)]
+    if ranks <= threads <= n:
+        return [
+            list(cores[rank * threads // ranks : (rank + 1) * threads // ranks])
+            for rank in range(ranks)
+        ]
+    count = min(n, max(1, threads // ranks))
+    return [[cores[(rank * n // ranks + i) % n] for i in range(count)] for rank in range(ranks)]
 
 
 @contextlib.contextmanager

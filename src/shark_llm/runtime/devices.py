@@ -48,7 +48,8 @@ class DeviceConfig:
     """How results come back. auto: mapped where the host sees the device's memory, else copied
     through a host buffer that is kept for the next time; always: through the host buffer."""
     cpu_threads: int | None = None
-    """Worker threads of all local-task devices together, at least one each; None: one per core."""
+    """Worker threads of all local-task devices together, at least one each; None: one per core.
+    More than there are cores let the ranks have cores in common."""
 
     def __post_init__(self) -> None:
         if self.driver not in DRIVERS:
@@ -100,7 +101,7 @@ class DeviceSet:
 
     def _open_cpu(self, tp: int) -> None:
         cores = usable_cores()
-        for share in share_cores(cores[: self._worker_threads(tp, len(cores))], tp):
+        for share in share_cores(cores, tp, self._worker_threads(tp, len(cores))):
             # A driver for each device: devices of one driver share its worker pool. IREE makes a
             # worker for every core that the thread which creates the driver may run on.
             with confined_to(share):
@@ -116,10 +117,10 @@ class DeviceSet:
                 f"--cpu-threads is {asked}, the bundle has tp {tp}: every rank needs a thread, "
                 f"give at least {tp}"
             )
-        if asked > max(tp, num_cores):
+        if asked > tp * num_cores:
             raise UsageError(
-                f"--cpu-threads is {asked}, and this process may run on {num_cores} cores: more "
-                "threads would wait for each other, leave it out"
+                f"--cpu-threads is {asked}, and this process may run on {num_cores} cores: with "
+                f"tp {tp}, give at most {tp * num_cores}, a thread of every rank on every core"
             )
         return asked
 
