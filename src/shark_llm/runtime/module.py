@@ -7,9 +7,11 @@ V vocabulary.
 from __future__ import annotations
 
 import math
+import mmap
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import iree.runtime as rt
@@ -256,6 +258,12 @@ def _cache_shape(spec: CacheSpec, num_pages: int) -> tuple[int, ...]:
     return tuple(num_pages if isinstance(dim, str) else dim for dim in spec.shape)
 
 
+def _mapped(path: Path) -> mmap.mmap:
+    """The file as read-only memory. `VmModule.mmap` asks for a file that can be written to."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def _load_module(bundle: Bundle, devices: DeviceSet) -> tuple[Any, dict[str, Any]]:
     """A context with the module in it, and its entry points by name."""
     manifest = bundle.manifest
@@ -268,10 +276,10 @@ def _load_module(bundle: Bundle, devices: DeviceSet) -> tuple[Any, dict[str, Any
             instance, index.create_provider(scope=manifest.parameter_scope)
         )
         hal = rt.create_hal_module(instance, devices=devices.devices)
-        module = rt.VmModule.mmap(instance, str(bundle.module))
+        module = rt.VmModule.wrap_buffer(instance, _mapped(bundle.module), close_buffer=True)
         context = rt.VmContext(instance, [parameters, hal, module])
         functions = {e.name: module.lookup_function(e.name) for e in manifest.entry_points}
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ArtifactError(
             f"{bundle.module} does not load on {devices.config.driver}: {reason}; rebuild the "
