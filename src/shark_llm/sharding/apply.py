@@ -1,6 +1,6 @@
 """Cut a checkpoint into the archives of a plan in one pass and little memory; and the inverse.
 
-A thread reads, casts and cuts the next block of rows while this one is written:
+A thread reads the next block of rows while this one is cast, cut and written:
 
     Checkpoint.read -> rows of a parameter, <= 8 MiB -> cast -> each rank's part -> its archive
 """
@@ -8,10 +8,9 @@ A thread reads, casts and cuts the next block of rows while this one is written:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +70,14 @@ def write_archives(
             )
             for rank, of_rank in entries.items()
         }
-
-        def cut(block: Block) -> _Cut:
-            name, start, stop = block
-            rows = checkpoint.read(name, start, stop)
-            cast, placement = _cast(name, rows, dtype), plan[name]
+        for (name, start, _), block in _read_ahead(checkpoint, blocks):
+            cast = _cast(name, block, dtype)
+            placement = plan[name]
             if isinstance(placement, Replicate):
-                return _Cut(nbytes=rows.nbytes, parts=[(None, name, _bytes(cast))])
-            parts = [
-                (rank, parameter_key(name, placement, rank), _bytes(part))
-                for rank, part in _parts(cast, start, placement.dim, placement.ranges)
-            ]
-            return _Cut(nbytes=rows.nbytes, parts=parts)
-
-        for block in _one_ahead(cut, blocks):
-            for rank, key, data in block.parts:
-                writers[rank].write(key, data)
+                writers[None].write(name, _bytes(cast))
+            else:
+                for rank, part in _parts(cast, start, placement.dim, placement.ranges):
+                    writers[rank].write(parameter_key(name, placement, rank), _bytes(part))
             done += block.nbytes
             if progress is not None:
                 progress(done, total)
@@ -132,7 +123,7 @@ Block = tuple[str, int, int]
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """Cast on one thread alone: on a busy two-core machine, where threads wait for the slowest of
+    """Cast on this thread alone: on a busy two-core machine, where threads wait for the slowest of
     them, writing with a cast took 3.5 to 5 times as long with torch's default of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -142,25 +133,17 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Cut:
-    """A block as it goes into the archives."""
-
-    nbytes: int
-    """Of the checkpoint."""
-    parts: Sequence[tuple[int | None, str, memoryview]]
-    """(rank, None for all of them; name in its archive; bytes)."""
-
-
-def _one_ahead(cut: Callable[[Block], _Cut], blocks: list[Block]) -> Iterator[_Cut]:
-    """Every block cut, the next one in a thread while the caller works on this one."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        ahead = pool.submit(cut, blocks[0])
-        for following in [*blocks[1:], None]:
-            done = ahead.result()
+def _read_ahead(
+    checkpoint: Checkpoint, blocks: list[Block]
+) -> Iterator[tuple[Block, torch.Tensor]]:
+    """Every block with its rows, the next one being read while the caller works on this one."""
+    with ThreadPoolExecutor(max_workers=1) as reader:
+        ahead = reader.submit(checkpoint.read, *blocks[0])
+        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+            rows = ahead.result()
             if following is not None:
-                ahead = pool.submit(cut, following)
-            yield done
+                ahead = reader.submit(checkpoint.read, *following)
+            yield block, rows
 
 
 def _parts(
