@@ -46,8 +46,8 @@ def test_stages_and_bytes_are_reported(caplog: pytest.LogCaptureFixture) -> None
     run_build(
         [
             "reporter.start('fetch', 'org/name'); reporter.progress(100 * 10**6, 400 * 10**6)\n"
-            "record = StageRecord(name='fetch', seconds=1.5, peak_memory_bytes=0, note='x')\n"
-            "reporter.finish(record)\n"
+            "reporter.finish(StageRecord(name='fetch', seconds=1.5, peak_memory_bytes=0,"
+            " compiler_peak_bytes=0, note='x'))\n"
             "reporter.start('publish', '/srv/bundle'); reporter.note('mind this')\n"
             "print('a library speaks'); reporter.say(['done'])"
         ],
