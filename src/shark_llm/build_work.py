@@ -17,6 +17,7 @@ from shark_llm.compile.compiler import run_compiler, shell_script
 from shark_llm.compile.dev_artifacts import MLIR_NAME, SCRIPT_NAME
 from shark_llm.golden import read_parameters
 from shark_llm.golden_run import run_golden, why_not_here
+from shark_llm.interrupts import signals_held_back
 from shark_llm.reuse import Part, Reuse, check_linked, link_files, old_part
 from shark_llm.sharding.apply import TORCH_DTYPES, write_archives
 from shark_llm.sharding.archives import write_dummy_archives
@@ -119,7 +120,8 @@ class BuildWork:
     def write_source(self, source: Path) -> str:
         """Export the MLIR; returns the module's key."""
         # Imported here: tracing machinery takes seconds to load, and reuse does without.
-        from shark_llm.export.compose import export_module
+        with signals_held_back():
+            from shark_llm.export.compose import export_module
 
         plan = self.plan
         exported = export_module(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
@@ -121,35 +119,3 @@ def test_json_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
         {"lines": ["bundle   b"]},
     ]
     assert text.getvalue() == ""
-
-
-def test_a_signal_that_is_lost_is_sent_again() -> None:
-    """What a handler raises in a finalizer goes nowhere: the process must end all the same."""
-    program = """
-import signal, sys, time
-from shark_llm.cli import reporter
-
-class Slow:
-    def __del__(self):
-        print("in a finalizer", flush=True)
-        time.sleep(2)
-
-reporter._SECONDS_TO_END = 3.0
-signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
-reporter.end_when_closed(0)
-Slow()
-print("goes on", flush=True)
-time.sleep(60)
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "in a finalizer\n"
-    said, _ = process.communicate(timeout=40)  # closes its standard input
-    assert said == "goes on\n"
-    assert process.returncode == 143

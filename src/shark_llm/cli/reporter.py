@@ -31,7 +31,6 @@ from shark_llm.stages import Reporter, StageRecord
 
 _JSON_PROGRESS_SECONDS = 0.1
 _PLAIN_PROGRESS_SECONDS = 10.0
-_SECONDS_TO_END = 5.0
 
 
 class CommandReporter(Reporter, Protocol):
@@ -189,17 +188,13 @@ def make_reporter(console: Console, *, as_json: bool = False) -> CommandReporter
 
 
 def end_when_closed(fd: int) -> None:
-    """Send this process SIGTERM, until it ends, when the pipe ends: its other end has gone."""
+    """Send this process a SIGTERM when the pipe ends: whoever held its other end has gone."""
 
     def watch() -> None:
         # Not a file object's read: the interpreter cannot end while a daemon thread is in one.
         while os.read(fd, 1 << 16):
             pass
-        while True:
-            os.kill(os.getpid(), signal.SIGTERM)
-            # Python raises what the handler raises wherever it happens to be: in a finalizer, or in
-            # a callback of a library, it is lost.
-            time.sleep(_SECONDS_TO_END)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="end-with-stdin", daemon=True).start()
 

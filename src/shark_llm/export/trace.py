@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from shark_llm.interrupts import signals_held_back
 from shark_llm.model import llama
 
 LOWERING = (
@@ -107,12 +108,13 @@ class FragmentLibrary:
     ) -> Fragment:
         """Trace `function(*arguments)`; a name that is there already is traced no second time."""
         if name not in self._fragments:
-            graph = _trace(function, arguments)
-            imported = self._importer.import_stateless_graph(graph.graph, func_name=name)
-            # Sizes that differ never broadcast. Without this every dynamic size might be a 1 to be
-            # broadcast, and is looked up element by element.
-            with self._context:
-                imported.attributes["torch.assume_strict_symbolic_shapes"] = ir.UnitAttr.get()
+            with signals_held_back():
+                graph = _trace(function, arguments)
+                imported = self._importer.import_stateless_graph(graph.graph, func_name=name)
+                # Sizes that differ never broadcast. Without this every dynamic size might be a 1 to
+                # be broadcast, and is looked up element by element.
+                with self._context:
+                    imported.attributes["torch.assume_strict_symbolic_shapes"] = ir.UnitAttr.get()
             self._fragments[name] = Fragment(
                 name=name, arguments=tuple(arguments), results=tuple(results)
             )
@@ -120,7 +122,7 @@ class FragmentLibrary:
 
     def lower(self) -> LoweredFragments:
         """Lower all that was traced to linalg on tensors. Call once, after the last trace."""
-        with self._context:
+        with signals_held_back(), self._context:
             PassManager.parse(LOWERING).run(self._importer.module.operation)
         text = str(self._importer.module)
         aliases, opening, rest = text.partition("module {\n")
