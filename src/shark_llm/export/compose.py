@@ -27,10 +27,11 @@ from dataclasses import dataclass
 from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Placement
 from shark_llm.export.fragments import DTYPES, FragmentTracer, RankFragments
 from shark_llm.export.linear import LinearLibrary
+from shark_llm.export.operations import RankOperations, symbol_of
 from shark_llm.export.packed import LinearForm
 from shark_llm.export.pages import PageReaders
 from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
-from shark_llm.export.trace import Fragment, FragmentLibrary, TensorType
+from shark_llm.export.trace import FragmentLibrary, TensorType
 from shark_llm.export.writer import ArgumentDims, FunctionBody, Value, device_affinity
 from shark_llm.model.config import ModelConfig
 from shark_llm.model.llama import AttentionForm
@@ -83,8 +84,9 @@ def export_module(
         ranks=ranks,
         parameters=parameters,
         caches=caches,
-        linears=linears,
-        readers=readers,
+        operations=RankOperations(
+            dtype=settings.dtype, parameters=parameters, linears=linears, readers=readers
+        ),
     )
     functions: list[str] = []
     for entry, of_ranks in zip(entries, fragments, strict=True):
@@ -110,8 +112,7 @@ class _Composer:
     ranks: tuple[RankShape, ...]
     parameters: list[dict[str, LocalParameter]]
     caches: tuple[CacheSpec, ...]
-    linears: LinearLibrary
-    readers: PageReaders
+    operations: RankOperations
 
     @property
     def tp(self) -> int:
@@ -123,7 +124,7 @@ class _Composer:
             for name, parameter in parameters.items():
                 dims = "".join(f"{d}x" for d in parameter.shape)
                 yield (
-                    f'  util.global private @"{_symbol(name, rank)}" '
+                    f'  util.global private @"{symbol_of(name, rank)}" '
                     f"{{stream.affinity = {device_affinity(rank)}}} = "
                     f'#flow.parameter.named<"{PARAMETER_SCOPE}"::"{parameter.key}"> : '
                     f"tensor<{dims}{self.settings.dtype}>"
@@ -150,7 +151,7 @@ class _Composer:
         those of two ranks into one buffer, which has to be on one device, and then loses track of
         its size among the function's results ("operation's operand is unlinked").
         """
-        body = FunctionBody()
+        body, ops = FunctionBody(), self.operations
         parameters: list[str] = []
         hidden: list[Value] = []
         context: list[tuple[Value, ...]] = []  # per rank: the tensors of Step
@@ -193,21 +194,19 @@ class _Composer:
         for layer in chunk:
             partials = []
             for rank, of_rank in enumerate(fragments):
-                x = self._norm(body, of_rank, hidden[rank], f"blk.{layer}.attn_norm", rank)
-                q, k, v = (
-                    self._linear(body, x, f"blk.{layer}.attn_{name}", rank) for name in "qkv"
-                )
+                x = ops.norm(body, of_rank, hidden[rank], f"blk.{layer}.attn_norm", rank)
+                q, k, v = (ops.linear(body, x, f"blk.{layer}.attn_{name}", rank) for name in "qkv")
                 keys = (rank, layer, "k"), (rank, layer, "v")
-                mixed, caches[keys[0]], caches[keys[1]] = self._attend(
+                mixed, caches[keys[0]], caches[keys[1]] = ops.attend(
                     body, of_rank, rank, (q, k, v), context[rank], caches[keys[0]], caches[keys[1]]
                 )
-                partials.append(self._linear(body, mixed, f"blk.{layer}.attn_output", rank))
-            hidden = self._add(body, fragments, hidden, partials)
+                partials.append(ops.linear(body, mixed, f"blk.{layer}.attn_output", rank))
+            hidden = ops.add(body, fragments, hidden, partials)
             partials = []
             for rank, of_rank in enumerate(fragments):
-                x = self._norm(body, of_rank, hidden[rank], f"blk.{layer}.ffn_norm", rank)
-                partials.append(self._mlp(body, x, layer, rank))
-            hidden = self._add(body, fragments, hidden, partials)
+                x = ops.norm(body, of_rank, hidden[rank], f"blk.{layer}.ffn_norm", rank)
+                partials.append(ops.mlp(body, x, layer, rank))
+            hidden = ops.add(body, fragments, hidden, partials)
         # All imports stand before the first operation and all exports after the last: each of them
         # between operations would cut the layers into one submission more.
         for key, cache in caches.items():
@@ -226,7 +225,7 @@ class _Composer:
     @property
     def shares_layers(self) -> bool:
         """Whether chunks of as many layers are one function."""
-        return self.tp > 1 and self.linears.form.shares_layers
+        return self.tp > 1 and self.operations.linears.form.shares_layers
 
     def _chunk_name(self, entry: EntryPoint, chunk: range) -> str:
         which = f"x{len(chunk)}" if self.shares_layers else f"{chunk.start}"
@@ -240,135 +239,13 @@ class _Composer:
                     if name.startswith(f"blk.{layer}."):
                         dtype = DTYPES[self.settings.dtype]
                         tensor = TensorType(shape=parameter.shape, dtype=dtype)
-                        yield _symbol(name, rank), tensor, rank
+                        yield symbol_of(name, rank), tensor, rank
 
     def _passed(self, body: FunctionBody, hidden: Sequence[Value]) -> list[tuple[str, str]]:
         """(name, type) of hidden states as they go into a chunk and come out of it."""
         if self.tp == 1:
             return [(h.name, h.type.mlir()) for h in hidden]
         return [(body.export_tensor(h, rank), "!hal.buffer_view") for rank, h in enumerate(hidden)]
-
-    def _attend(
-        self,
-        body: FunctionBody,
-        fragments: RankFragments,
-        rank: int,
-        qkv: tuple[Value, ...],
-        step: tuple[Value, ...],
-        k_cache: Value,
-        v_cache: Value,
-    ) -> tuple[Value, Value, Value]:
-        """`llama.attend`, with the reading of pages written for the compiler."""
-        pool = k_cache.dims
-        mask, write_pages, read_pages = step[2], step[3], step[5]
-        held: tuple[Value, ...] = ()
-        if fragments.held_rows is not None:
-            (rows,) = body.call(fragments.held_rows, (write_pages,), ((),))
-            held = (self._read(body, rank, v_cache, rows, fragments.write.arguments[-1], ()),)
-        q, k_cache, v_cache = body.call(
-            fragments.write, (*qkv, *step, k_cache, v_cache, *held), (step[0].dims, pool, pool)
-        )
-        (rows,) = body.call(fragments.rows, (read_pages,), (read_pages.dims,))
-        pages = fragments.mix.arguments[1]
-        keys, values = (
-            self._read(body, rank, cache, rows, pages, read_pages.dims)
-            for cache in (k_cache, v_cache)
-        )
-        (mixed,) = body.call(fragments.mix, (q, keys, values, mask), (qkv[0].dims,))
-        return mixed, k_cache, v_cache
-
-    def _read(
-        self,
-        body: FunctionBody,
-        rank: int,
-        cache: Value,
-        rows: Value,
-        result: TensorType,
-        dims: tuple[str, ...],
-    ) -> Value:
-        batch, heads, pages = result.shape[:3]
-        assert isinstance(batch, int)
-        assert isinstance(heads, int)
-        function = self.readers.function(batch, heads, pages if isinstance(pages, int) else None)
-        fragment = Fragment(name=function, arguments=(cache.type, rows.type), results=(result,))
-        return body.call(fragment, (cache, rows), (dims,))[0]
-
-    def _load(self, body: FunctionBody, name: str, rank: int) -> Value:
-        parameter = self.parameters[rank][name]
-        tensor = TensorType(shape=parameter.shape, dtype=DTYPES[self.settings.dtype])
-        return body.load(_symbol(name, rank), tensor)
-
-    def _norm(
-        self, body: FunctionBody, fragments: RankFragments, x: Value, name: str, rank: int
-    ) -> Value:
-        weight = self._load(body, f"{name}.weight", rank)
-        return body.call(fragments.norm, (x, weight), (x.dims,))[0]
-
-    def _linear(self, body: FunctionBody, x: Value, name: str, rank: int) -> Value:
-        """x times the weight `name` of this rank, plus its bias where the rank has one."""
-        operands = [x, self._load(body, f"{name}.weight", rank)]
-        has_bias = f"{name}.bias" in self.parameters[rank]
-        if has_bias:
-            operands.append(self._load(body, f"{name}.bias", rank))
-        rows, k = x.type.shape
-        n = operands[1].type.shape[0]
-        assert isinstance(k, int)
-        assert isinstance(n, int)
-        function = self.linears.function(
-            rows if isinstance(rows, int) else None, k, n, bias=has_bias
-        )
-        result = TensorType(shape=(rows, n), dtype=x.type.dtype)
-        fragment = Fragment(
-            name=function, arguments=tuple(o.type for o in operands), results=(result,)
-        )
-        return body.call(fragment, operands, (x.dims,))[0]
-
-    def _mlp(self, body: FunctionBody, x: Value, layer: int, rank: int) -> Value:
-        """The rank's part of the MLP of a layer."""
-        stems = [f"blk.{layer}.ffn_{name}" for name in ("gate", "up", "down")]
-        operands = [x, *(self._load(body, f"{stem}.weight", rank) for stem in stems)]
-        has_bias = [f"{stem}.bias" in self.parameters[rank] for stem in stems]
-        operands += [
-            self._load(body, f"{stem}.bias", rank)
-            for stem, is_there in zip(stems, has_bias, strict=True)
-            if is_there
-        ]
-        rows = x.type.shape[0]
-        h, i = operands[3].type.shape
-        assert isinstance(h, int)
-        assert isinstance(i, int)
-        function = self.linears.mlp(
-            rows if isinstance(rows, int) else None,
-            h,
-            i,
-            gate_bias=has_bias[0],
-            up_bias=has_bias[1],
-            down_bias=has_bias[2],
-        )
-        fragment = Fragment(
-            name=function, arguments=tuple(o.type for o in operands), results=(x.type,)
-        )
-        return body.call(fragment, operands, (x.dims,))[0]
-
-    def _gather(self, body: FunctionBody, partials: Sequence[Value]) -> list[tuple[Value, ...]]:
-        """Every rank's value on every rank: [rank][source]."""
-        return [
-            tuple(body.transfer(partial, rank) for source, partial in enumerate(partials))
-            for rank in range(self.tp)
-        ]
-
-    def _add(
-        self,
-        body: FunctionBody,
-        fragments: list[RankFragments],
-        hidden: list[Value],
-        partials: Sequence[Value],
-    ) -> list[Value]:
-        everywhere = self._gather(body, partials)
-        return [
-            body.call(of_rank.add, (own, *everywhere[rank]), (own.dims,))[0]
-            for rank, (own, of_rank) in enumerate(zip(hidden, fragments, strict=True))
-        ]
 
     def _public(
         self, entry: EntryPoint, fragments: list[RankFragments], chunks: list[range]
@@ -405,13 +282,13 @@ class _Composer:
             body.emit(
                 f"{first} = arith.constant dense<{self.ranks[rank].vocab.start}> : tensor<i64>"
             )
-            table = self._load(body, "token_embd.weight", rank)
+            table = self.operations.load(body, "token_embd.weight", rank)
             scalar = of_rank.embed.arguments[1]
             hidden += body.call(of_rank.embed, (local[0], Value(first, scalar, ()), table), (rows,))
             context.append(step)
             lengths.append((local[1], local[2]))
         if self.tp > 1:
-            everywhere = self._gather(body, hidden)
+            everywhere = self.operations.gather(body, hidden)
             hidden = [
                 body.call(of_rank.total, everywhere[rank], (rows,))[0]
                 for rank, of_rank in enumerate(fragments)
@@ -484,9 +361,9 @@ class _Composer:
         parts = []
         for rank, of_rank in enumerate(fragments):
             # Norm first, on all rows: it has the fragment's shape; the rows that count are few.
-            x = self._norm(body, of_rank, hidden[rank], "output_norm", rank)
+            x = self.operations.norm(body, of_rank, hidden[rank], "output_norm", rank)
             (last,) = body.call(of_rank.last_rows, (x, *lengths[rank]), ((),))
-            part = self._linear(body, last, output, rank)
+            part = self.operations.linear(body, last, output, rank)
             parts.append(part if rank == 0 else body.transfer(part, 0))
         if len(parts) == 1:
             return parts[0]
@@ -499,7 +376,3 @@ class _Composer:
             f"({', '.join(p.type.mlir() for p in parts)}) -> {whole.mlir()}"
         )
         return Value(name, whole, ())
-
-
-def _symbol(name: str, rank: int) -> str:
-    return f"{name}.rank{rank}"
