@@ -108,7 +108,7 @@ class SamplerState:
             self.has_penalties
             or self.bias is not None
             or self.guide is not None
-            or bool(self.barred())
+            or bool(self.barred)
         )
 
     @property
@@ -131,10 +131,11 @@ class SamplerState:
         """The grammar, if there is one, lets nothing follow."""
         return self.guide is not None and self.guide.is_complete
 
-    def barred(self) -> list[int]:
+    @property
+    def barred(self) -> frozenset[int]:
         """Tokens that must not end the text now."""
         early = self.num_generated < self.params.min_tokens
-        return list(self.stop_ids if early else self.barred_ends)
+        return self.stop_ids if early else self.barred_ends
 
 
 class Sample(NamedTuple):
@@ -158,7 +159,7 @@ def sample(logits: F32 | None, best: int, state: SamplerState) -> Sample | None:
     params = state.params
     edited = logits
     if state.edits_logits:
-        edited = _edit(logits, state, state.barred())
+        edited = _edit(logits, state)
         best = int(edited.argmax())
         if not np.isfinite(edited[best]):
             return None
@@ -202,8 +203,8 @@ def uniform(seed: int, position: int) -> float:
     return (c0 >> 11) * 2.0**-53
 
 
-def _edit(logits: F32, state: SamplerState, barred: list[int]) -> F32:
-    """Penalties, logit_bias, the grammar and the ban on `barred` tokens, on a copy of (V,).
+def _edit(logits: F32, state: SamplerState) -> F32:
+    """Penalties, logit_bias, the grammar and the ban on tokens that must not end it, on a copy.
 
     repetition: of prompt and output, logits > 0 divided and others multiplied (CTRL, Keskar et al.
     2019); frequency and presence: of the output, subtracted per occurrence and once (OpenAI).
@@ -223,7 +224,7 @@ def _edit(logits: F32, state: SamplerState, barred: list[int]) -> F32:
         edited[state.bias[0]] += state.bias[1]
     if state.guide is not None:
         edited = np.where(state.guide.allowed(), edited, np.float32(-np.inf))
-    if barred:
+    if barred := list(state.barred):
         ends = edited[barred]
         edited[barred] = -np.inf
         if state.guide is not None and edited.max() == -np.inf:
