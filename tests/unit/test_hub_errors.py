@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,20 @@ def test_other_answers(hub: LoopbackHub, status: int, expected: str) -> None:
 def test_a_server_that_is_no_hub(hub: LoopbackHub) -> None:
     hub.fault("/api/models", Fault(status=200))
     assert "check HF_ENDPOINT" in message("org/public") or "is it a hub" in message("org/public")
+
+
+def test_a_commit_that_leads_out_of_the_cache(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a server says is no path until it was looked at."""
+    answer = LoopbackHub._open
+
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
+        found = answer(*args, **kwargs)
+        return found and ("../../../elsewhere", found[1])
+
+    monkeypatch.setattr(LoopbackHub, "_open", elsewhere)
+    assert "'../../../elsewhere' as a commit: is it a hub?" in message("org/public")
 
 
 def test_a_name_that_does_not_resolve(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +19,11 @@ from typing import Any
 from shark_llm.checkpoint.aux_files import AUX_NAMES, load_json
 from shark_llm.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
 from shark_llm.errors import CheckpointError, HubError
-from shark_llm.hub.location import is_inside
+from shark_llm.hub.location import COMMIT, is_inside
 
 SMALL_FILES = (*AUX_NAMES, "special_tokens_map.json")
 """What is fetched beside the weights, where the repository has it."""
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from shark_llm import __version__
 from shark_llm.errors import HubError
-from shark_llm.hub.location import hub_endpoint
+from shark_llm.hub.location import COMMIT, hub_endpoint
 from shark_llm.hub.settings import HubSettings
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class HubClient:
         )
         if info.sha is None or info.siblings is None:
             raise HubError(f"{self.endpoint} lists no files of {self.repo_id}: is it a hub?")
+        if COMMIT.fullmatch(info.sha) is None:  # it names a directory of the cache
+            raise HubError(f"{self.endpoint} gives {info.sha!r} as a commit: is it a hub?")
         files = {
             sibling.rfilename: RemoteFile(
                 name=sibling.rfilename,

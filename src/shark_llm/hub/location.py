@@ -23,6 +23,8 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 FORMS = "a local path, org/name, org/name:file.gguf or an https address of the hub"
 
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
 # The hub's own rule: letters, digits, "-", "_" and ".", neither of the last two at an end.
 _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _REPO_ID = re.compile(rf"{_PART}/{_PART}", re.ASCII)

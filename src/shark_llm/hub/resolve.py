@@ -25,7 +25,6 @@ from typing import Any
 from shark_llm.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
 from shark_llm.errors import CheckpointError, HubError, UsageError
 from shark_llm.hub.cache import (
-    COMMIT,
     SMALL_FILES,
     RepoCache,
     read_config,
@@ -41,7 +40,7 @@ from shark_llm.hub.download import (
     is_cached,
 )
 from shark_llm.hub.listing import gguf_files, refuse_unreadable
-from shark_llm.hub.location import HubModel, LocalModel, ModelLocation, parse_model
+from shark_llm.hub.location import COMMIT, HubModel, LocalModel, ModelLocation, parse_model
 from shark_llm.hub.settings import HubSettings
 
 DEFAULT_REVISION = "main"
