@@ -270,8 +270,9 @@ def _load_module(bundle: Bundle, devices: DeviceSet) -> tuple[Any, dict[str, Any
     instance = rt.VmInstance()
     index = rt.ParameterIndex()
     try:
-        for path in bundle.archives:
-            index.load(str(path))
+        archives = [_mapped(path) for path in bundle.archives]
+        for archive in archives:
+            index.load_from_file_handle(rt.FileHandle.wrap_memory(archive), "irpa")
         parameters = rt.create_io_parameters_module(
             instance, index.create_provider(scope=manifest.parameter_scope)
         )
@@ -285,6 +286,10 @@ def _load_module(bundle: Bundle, devices: DeviceSet) -> tuple[Any, dict[str, Any
             f"{bundle.module} does not load on {devices.config.driver}: {reason}; rebuild the "
             "bundle for this machine"
         ) from error
+    # What is read again, such as the rows of an embedding, comes back by itself; what the module
+    # has packed for its products, or has on a GPU, would only lie in memory a second time.
+    for archive in archives:
+        archive.madvise(mmap.MADV_DONTNEED)
     missing = [name for name, function in functions.items() if function is None]
     if missing:
         raise ArtifactError(
