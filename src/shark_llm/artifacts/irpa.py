@@ -14,6 +14,7 @@ a pattern but no bytes, which makes archives of kilobytes for models of any size
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -48,6 +49,9 @@ _SPLAT = struct.Struct("<Q16sB")  # length, pattern, pattern length
 _SKIP_TYPE, _SPLAT_TYPE, _DATA_TYPE = 0, 1, 2
 _ENTRY_ALIGNMENT, _DATA_ALIGNMENT, _FILE_ALIGNMENT = 16, 64, 4096
 _IDENTITY_NAME = "shark.identity"
+# What file systems say that cannot copy from one to the other; ENOSYS: a kernel or a sandbox.
+_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_COPY_BYTES = 1 << 20
 
 
 def archive_name(rank: int | None) -> str:
@@ -135,10 +139,32 @@ class ArchiveWriter:
         if not view.nbytes:
             return
         view = view.cast("B")
+        _write_all(self._fd, view, self._end(name, view.nbytes))
+        self._written[name] += view.nbytes
+
+    def copy(self, name: str, source: int, offset: int, num_bytes: int) -> int:
+        """Append bytes of the open file `source` from `offset` on: how many were there, at most
+        `num_bytes`, and 0 at its end.
+
+        The kernel copies them, or shares the disk's blocks where the file system can.
+        """
+        end = self._end(name, num_bytes)
+        try:
+            count = os.copy_file_range(source, self._fd, num_bytes, offset, end)
+        except OSError as error:
+            if error.errno not in _NO_KERNEL_COPY:
+                raise
+            data = os.pread(source, min(num_bytes, _COPY_BYTES), offset)
+            _write_all(self._fd, memoryview(data), end)
+            count = len(data)
+        self._written[name] += count
+        return count
+
+    def _end(self, name: str, num_bytes: int) -> int:
+        """Where in the file the next `num_bytes` of an entry belong."""
         entry, written = self._entries[name], self._written[name]
-        assert written + view.nbytes <= entry.nbytes, f"{name}: more bytes than declared"
-        _write_all(self._fd, view, entry.offset + written)
-        self._written[name] = written + view.nbytes
+        assert written + num_bytes <= entry.nbytes, f"{name}: more bytes than declared"
+        return entry.offset + written
 
     def __enter__(self) -> Self:
         return self

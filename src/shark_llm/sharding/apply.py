@@ -1,18 +1,23 @@
 """Cut a checkpoint into the archives of a plan in one pass and little memory; and the inverse.
 
-A thread reads the next block of rows while this one is cast, cut and written:
+Block by block of <= 2 MiB, rows of a parameter go to the archives in one of two ways:
 
-    Checkpoint.read -> rows of a parameter, <= 8 MiB -> cast -> each rank's part -> its archive
+    copied     whole rows that lie in a file as they shall lie in the archives: by the kernel, which
+               moves the bytes once
+    cast, cut  all others: read, by a thread while the block before is written; and written in
+               pieces of a buffer that stays in the core's cache, where a cast and a cut are cheap
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,14 +25,17 @@ import torch
 
 from shark_llm.artifacts.irpa import ArchiveReader, ArchiveWriter, Identity, archive_name
 from shark_llm.artifacts.manifest import Placement, Replicate
-from shark_llm.checkpoint.source import Checkpoint
+from shark_llm.checkpoint.source import Checkpoint, FileExtent, cut_short
 from shark_llm.errors import CheckpointError
 from shark_llm.sharding.archives import archive_entries, identity_of
 from shark_llm.sharding.plan import parameter_key, parameter_shapes
 
-# Below the 32 MiB from which malloc always maps anew, so that memory can be reused between blocks:
-# reading into fresh mappings took three times as long as into a kept buffer.
-BLOCK_BYTES = 8 << 20
+# A block is read again soon after it was read, while it is in a cache: blocks of 8 MiB took up to
+# six times as long as this on a busy machine. Not less, so that a rank's part at tp 8 is a write of
+# 256 KiB: those of 32 KiB took twice as long.
+BLOCK_BYTES = 2 << 20
+PIECE_BYTES = 256 << 10
+"""Of the archives, what is cast and cut at once: fits the second-level cache of a core."""
 
 TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -55,12 +63,13 @@ def write_archives(
     shapes = parameter_shapes(config)
     found = {name: info.shape for name, info in checkpoint.parameters.items()}
     assert found == shapes, f"not the model's parameters: {found.items() ^ shapes.items()}"
+    extents = {name: _extent(checkpoint, plan[name], name, dtype) for name in shapes}
     blocks = [
         (name, start, stop)
         for name, info in checkpoint.parameters.items()
         for start, stop in _row_blocks(info.shape, max(info.dtype.itemsize, dtype.itemsize))
     ]
-    total = sum(math.prod(i.shape) * i.dtype.itemsize for i in checkpoint.parameters.values())
+    total = sum(info.num_bytes for info in checkpoint.parameters.values())
     done = 0
     with ExitStack() as stack:
         stack.enter_context(_one_torch_thread())
@@ -70,15 +79,24 @@ def write_archives(
             )
             for rank, of_rank in entries.items()
         }
-        for (name, start, _), block in _read_ahead(checkpoint, blocks):
-            cast = _cast(name, block, dtype)
-            placement = plan[name]
-            if isinstance(placement, Replicate):
-                writers[None].write(name, _bytes(cast))
-            else:
-                for rank, part in _parts(cast, start, placement.dim, placement.ranges):
-                    writers[rank].write(parameter_key(name, placement, rank), _bytes(part))
-            done += block.nbytes
+        computed = [block for block in blocks if extents[block[0]] is None]
+        ahead = stack.enter_context(closing(_read_ahead(checkpoint, computed)))
+        buffers = _Buffers.allocate(checkpoint, dtype)
+        for name, start, stop in blocks:
+            placement, extent = plan[name], extents[name]
+            row_bytes = checkpoint.parameters[name].num_bytes // shapes[name][0]
+            rows = next(ahead) if extent is None else None
+            for rank, (low, high), columns in _parts(placement, start, stop):
+                key = name if rank is None else parameter_key(name, placement, rank)
+                if extent is not None:
+                    _copy(writers[rank], key, extent, low * row_bytes, high * row_bytes)
+                else:
+                    assert rows is not None
+                    part = rows[low - start : high - start]
+                    part = part if columns is None else part[:, columns]
+                    for piece in buffers.pieces(name, part):
+                        writers[rank].write(key, piece)
+            done += (stop - start) * row_bytes
             if progress is not None:
                 progress(done, total)
     return [writer.path for writer in writers.values()]
@@ -133,46 +151,98 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _read_ahead(
-    checkpoint: Checkpoint, blocks: list[Block]
-) -> Iterator[tuple[Block, torch.Tensor]]:
-    """Every block with its rows, the next one being read while the caller works on this one."""
+def _extent(
+    checkpoint: Checkpoint, placement: Placement, name: str, dtype: torch.dtype
+) -> FileExtent | None:
+    """Where the parameter can be copied from; None: it has to be cast, cut or computed."""
+    if checkpoint.parameters[name].dtype != dtype:
+        return None
+    if not isinstance(placement, Replicate) and placement.dim != 0:
+        return None
+    return checkpoint.extent(name)
+
+
+def _read_ahead(checkpoint: Checkpoint, blocks: list[Block]) -> Generator[torch.Tensor, None, None]:
+    """The rows of every block, the next one being read while the caller works on this one."""
     with ThreadPoolExecutor(max_workers=1) as reader:
-        ahead = reader.submit(checkpoint.read, *blocks[0])
-        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-            rows = ahead.result()
+        ahead = [reader.submit(checkpoint.read, *block) for block in blocks[:1]]
+        for following in [*blocks[1:], None]:
+            rows = ahead.pop().result()
             if following is not None:
-                ahead = reader.submit(checkpoint.read, *following)
-            yield block, rows
+                ahead.append(reader.submit(checkpoint.read, *following))
+            yield rows
 
 
 def _parts(
-    rows: torch.Tensor, start: int, dim: int, ranges: tuple[tuple[int, int], ...]
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(rank, its part) of rows start .. start + len(rows) - 1, for the ranks that have one."""
-    for rank, (first, last) in enumerate(ranges):
-        low, high = (first, last) if dim == 1 else (max(first - start, 0), max(last - start, 0))
-        part = rows[:, low:high] if dim == 1 else rows[low:high]
-        if part.numel():
-            yield rank, part
+    placement: Placement, start: int, stop: int
+) -> Iterator[tuple[int | None, tuple[int, int], slice | None]]:
+    """(rank, the rows, the columns) of what each archive takes of rows start .. stop - 1."""
+    if isinstance(placement, Replicate):
+        yield None, (start, stop), None
+        return
+    for rank, (first, last) in enumerate(placement.ranges):
+        if placement.dim == 1 and first < last:
+            yield rank, (start, stop), slice(first, last)
+        low, high = max(first, start), min(last, stop)
+        if placement.dim == 0 and low < high:
+            yield rank, (low, high), None
 
 
-def _cast(name: str, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if rows.dtype == dtype:
-        return rows
-    cast = rows.to(dtype)
-    low, high = cast.aminmax()  # one cheap pass, and nearly always enough
-    if low.isfinite() and high.isfinite():
-        return cast
+def _copy(writer: ArchiveWriter, key: str, source: FileExtent, first: int, last: int) -> None:
+    """Append bytes first .. last - 1 of the parameter at `source`."""
+    fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while first < last:
+            count = writer.copy(key, fd, source.offset + first, last - first)
+            if count == 0:
+                raise cut_short(source.path, source.offset + last)
+            first += count
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Buffers:
+    """Memory that every piece goes through which is cast or cut; each has room for any row."""
+
+    wide: torch.Tensor  # f32
+    out: torch.Tensor  # of the dtype of the archives
+
+    @classmethod
+    def allocate(cls, checkpoint: Checkpoint, dtype: torch.dtype) -> Self:
+        widest = max(math.prod(info.shape[1:]) for info in checkpoint.parameters.values())
+        size = max(widest, PIECE_BYTES // dtype.itemsize)
+        return cls(wide=torch.empty(size, dtype=torch.float32), out=torch.empty(size, dtype=dtype))
+
+    def pieces(self, name: str, rows: torch.Tensor) -> Iterator[memoryview]:
+        """The bytes of rows of the parameter `name`; each is valid until the next one."""
+        if rows.dtype == self.out.dtype and rows.is_contiguous():
+            yield _bytes(rows)
+            return
+        for some in rows.split(max(1, len(self.out) // math.prod(rows.shape[1:]))):
+            out = self.out[: some.numel()].view(some.shape)
+            if out.dtype == some.dtype:
+                out.copy_(some)
+            else:  # by way of f32, which has all their values: bf16 to f16 at once is scalar code
+                out.copy_(self.wide[: some.numel()].view(some.shape).copy_(some))
+                _check_finite(name, some, out)
+            yield _bytes(out)
+
+
+def _check_finite(name: str, rows: torch.Tensor, cast: torch.Tensor) -> None:
+    """Raise CheckpointError where a finite value has become infinite."""
+    extremes = cast.aminmax()  # one cheap pass, and nearly always enough
+    if all(math.isfinite(extreme.item()) for extreme in extremes):
+        return
     if (cast.isinf() & rows.isfinite()).any():
         largest = rows[rows.isfinite()].abs().max().item()
-        limit = torch.finfo(dtype).max
         raise CheckpointError(
-            f"{name} has values up to {largest:g}, {dtype} ends at {limit:g}: use --dtype "
-            f"{'bf16' if dtype == torch.float16 else 'f32'}"
+            f"{name} has values up to {largest:g}, {cast.dtype} ends at "
+            f"{torch.finfo(cast.dtype).max:g}: use --dtype "
+            f"{'bf16' if cast.dtype == torch.float16 else 'f32'}"
         )
-    return cast
 
 
 def _bytes(rows: torch.Tensor) -> memoryview:
-    return memoryview(rows.contiguous().view(torch.uint8).numpy().data)
+    """Of contiguous rows, without a copy."""
+    return memoryview(rows.view(torch.uint8).numpy().data)
