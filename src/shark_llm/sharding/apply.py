@@ -1,21 +1,24 @@
 """Cut a checkpoint into the archives of a plan in one pass and little memory; and the inverse.
 
-Block by block of <= 2 MiB, rows of a parameter go to the archives in one of two ways:
+Two threads take block after block of <= 2 MiB, rows of a parameter, to the archives, in one of two
+ways:
 
     copied     whole rows that lie in a file as they shall lie in the archives: by the kernel, which
                moves the bytes once
-    cast, cut  all others: read, by a thread while the block before is written; and written in
-               pieces of a buffer that stays in the core's cache, where a cast and a cut are cheap
+    cast, cut  all others: read, and written in pieces of a buffer that stays in the core's cache,
+               where a cast and a cut are cheap
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +37,8 @@ from shark_llm.sharding.plan import parameter_key, parameter_shapes
 # six times as long as this on a busy machine. Not less, so that a rank's part at tp 8 is a write of
 # 256 KiB: those of 32 KiB took twice as long.
 BLOCK_BYTES = 2 << 20
+THREADS = 2
+"""More than one core, for what is cast; more of them would only wait for memory and disk."""
 PIECE_BYTES = 256 << 10
 """Of the archives, what is cast and cut at once: fits the second-level cache of a core."""
 
@@ -63,7 +68,6 @@ def write_archives(
     shapes = parameter_shapes(config)
     found = {name: info.shape for name, info in checkpoint.parameters.items()}
     assert found == shapes, f"not the model's parameters: {found.items() ^ shapes.items()}"
-    extents = {name: _extent(checkpoint, plan[name], name, dtype) for name in shapes}
     blocks = [
         (name, start, stop)
         for name, info in checkpoint.parameters.items()
@@ -79,24 +83,11 @@ def write_archives(
             )
             for rank, of_rank in entries.items()
         }
-        computed = [block for block in blocks if extents[block[0]] is None]
-        ahead = stack.enter_context(closing(_read_ahead(checkpoint, computed)))
-        buffers = _Buffers.allocate(checkpoint, dtype)
-        for name, start, stop in blocks:
-            placement, extent = plan[name], extents[name]
-            row_bytes = checkpoint.parameters[name].num_bytes // shapes[name][0]
-            rows = next(ahead) if extent is None else None
-            for rank, (low, high), columns in _parts(placement, start, stop):
-                key = name if rank is None else parameter_key(name, placement, rank)
-                if extent is not None:
-                    _copy(writers[rank], key, extent, low * row_bytes, high * row_bytes)
-                else:
-                    assert rows is not None
-                    part = rows[low - start : high - start]
-                    part = part if columns is None else part[:, columns]
-                    for piece in buffers.pieces(name, part):
-                        writers[rank].write(key, piece)
-            done += (stop - start) * row_bytes
+        job = _Job(checkpoint=checkpoint, plan=plan, dtype=dtype, writers=writers)
+        # Closed before the archives are, whatever happens: until then threads write to them.
+        for name, start, stop in stack.enter_context(closing(_in_order(job.write, blocks))):
+            info = checkpoint.parameters[name]
+            done += (stop - start) * (info.num_bytes // info.shape[0])
             if progress is not None:
                 progress(done, total)
     return [writer.path for writer in writers.values()]
@@ -141,8 +132,8 @@ Block = tuple[str, int, int]
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """Cast on this thread alone: on a busy two-core machine, where threads wait for the slowest of
-    them, writing with a cast took 3.5 to 5 times as long with torch's default of threads."""
+    """Keep torch's casts on the thread that asks: on a busy two-core machine, where threads wait
+    for the slowest of them, writing took 3.5 to 5 times as long with torch's default of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -151,52 +142,97 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _extent(
-    checkpoint: Checkpoint, placement: Placement, name: str, dtype: torch.dtype
-) -> FileExtent | None:
-    """Where the parameter can be copied from; None: it has to be cast, cut or computed."""
-    if checkpoint.parameters[name].dtype != dtype:
-        return None
-    if not isinstance(placement, Replicate) and placement.dim != 0:
-        return None
-    return checkpoint.extent(name)
+def _in_order(
+    write: Callable[[str, int, int], None], blocks: Iterable[Block]
+) -> Generator[Block, None, None]:
+    """Write the blocks, a few at a time; each one comes when it and all before it are written."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        running: deque[tuple[Block, Future[None]]] = deque()
+        for block in blocks:
+            running.append((block, pool.submit(write, *block)))
+            if len(running) > 2 * THREADS:
+                first, future = running.popleft()
+                future.result()
+                yield first
+        for block, future in running:
+            future.result()
+            yield block
 
 
-def _read_ahead(checkpoint: Checkpoint, blocks: list[Block]) -> Generator[torch.Tensor, None, None]:
-    """The rows of every block, the next one being read while the caller works on this one."""
-    with ThreadPoolExecutor(max_workers=1) as reader:
-        ahead = [reader.submit(checkpoint.read, *block) for block in blocks[:1]]
-        for following in [*blocks[1:], None]:
-            rows = ahead.pop().result()
-            if following is not None:
-                ahead.append(reader.submit(checkpoint.read, *following))
-            yield rows
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """Takes rows from the checkpoint to the archives; from any thread."""
+
+    checkpoint: Checkpoint
+    plan: Mapping[str, Placement]
+    dtype: torch.dtype
+    writers: Mapping[int | None, ArchiveWriter]
+    buffers: threading.local = field(default_factory=threading.local)
+
+    def write(self, name: str, start: int, stop: int) -> None:
+        """Rows start .. stop - 1 of a parameter."""
+        placement, info = self.plan[name], self.checkpoint.parameters[name]
+        row_bytes = info.num_bytes // info.shape[0]
+        extent = self._extent(name)
+        rows = self.checkpoint.read(name, start, stop) if extent is None else None
+        for rank, (low, high), first, columns in _parts(placement, start, stop):
+            writer = self.writers[rank]
+            key = name if rank is None else parameter_key(name, placement, rank)
+            if extent is not None:
+                source = FileExtent(path=extent.path, offset=extent.offset + low * row_bytes)
+                _copy(writer, key, (low - first) * row_bytes, source, (high - low) * row_bytes)
+                continue
+            assert rows is not None
+            part = rows[low - start : high - start]
+            part = part if columns is None else part[:, columns]
+            at = (low - first) * math.prod(part.shape[1:]) * self.dtype.itemsize
+            for piece in self._buffers().pieces(name, part):
+                writer.write(key, piece, at)
+                at += piece.nbytes
+
+    def _extent(self, name: str) -> FileExtent | None:
+        """Where the parameter can be copied from; None: it has to be cast, cut or computed."""
+        placement = self.plan[name]
+        if self.checkpoint.parameters[name].dtype != self.dtype:
+            return None
+        if not isinstance(placement, Replicate) and placement.dim != 0:
+            return None
+        return self.checkpoint.extent(name)
+
+    def _buffers(self) -> _Buffers:
+        """Of this thread."""
+        if not hasattr(self.buffers, "mine"):
+            self.buffers.mine = _Buffers.allocate(self.checkpoint, self.dtype)
+        mine: _Buffers = self.buffers.mine
+        return mine
 
 
 def _parts(
     placement: Placement, start: int, stop: int
-) -> Iterator[tuple[int | None, tuple[int, int], slice | None]]:
-    """(rank, the rows, the columns) of what each archive takes of rows start .. stop - 1."""
+) -> Iterator[tuple[int | None, tuple[int, int], int, slice | None]]:
+    """(rank, rows, the first row that it has of all, columns) of what each archive takes of rows
+    start .. stop - 1."""
     if isinstance(placement, Replicate):
-        yield None, (start, stop), None
+        yield None, (start, stop), 0, None
         return
     for rank, (first, last) in enumerate(placement.ranges):
         if placement.dim == 1 and first < last:
-            yield rank, (start, stop), slice(first, last)
+            yield rank, (start, stop), 0, slice(first, last)
         low, high = max(first, start), min(last, stop)
         if placement.dim == 0 and low < high:
-            yield rank, (low, high), None
+            yield rank, (low, high), first, None
 
 
-def _copy(writer: ArchiveWriter, key: str, source: FileExtent, first: int, last: int) -> None:
-    """Append bytes first .. last - 1 of the parameter at `source`."""
+def _copy(writer: ArchiveWriter, key: str, at: int, source: FileExtent, num_bytes: int) -> None:
+    """`num_bytes` bytes from `source` to byte `at` of an entry."""
     fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        while first < last:
-            count = writer.copy(key, fd, source.offset + first, last - first)
+        done = 0
+        while done < num_bytes:
+            count = writer.copy(key, at + done, fd, source.offset + done, num_bytes - done)
             if count == 0:
-                raise cut_short(source.path, source.offset + last)
-            first += count
+                raise cut_short(source.path, source.offset + num_bytes)
+            done += count
     finally:
         os.close(fd)
 
