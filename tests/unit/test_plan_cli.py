@@ -51,7 +51,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "workspace (est.)" in out
     rows = [line.split() for line in out.splitlines() if line[:2].strip().isdigit()]
     assert [row[0] for row in rows] == list("12345678")
-    assert rows[3] == ["4", "189.00", "GiB", "126", "KiB", "0.53", "GiB", "3966", "no"]
+    assert rows[3] == ["4", "189.00", "GiB", "126", "KiB", "3.03", "GiB", "0", "no"]
     assert [row[-1] for row in rows] == ["no"] * 4 + ["yes"] * 4
     assert "the least tp that fits is 5" in out
 

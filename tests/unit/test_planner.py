@@ -136,7 +136,7 @@ def test_required_bytes_are_those_of_the_files(tp: int, tmp_path: Path) -> None:
 
 def test_a_shorter_context_is_named_as_a_remedy() -> None:
     """Shorter sequences need less workspace too, so that more of them fit than at full length."""
-    device = DeviceMemory(name="some GPU", num_bytes=180 * GIB)
+    device = DeviceMemory(name="some GPU", num_bytes=176 * GIB)
     ask = partial(check_capacity, LLAMA_405B, device, tp=5, dtype="bf16")
     with pytest.raises(CapacityError, match="tp that fits is 6; tp 5 fits with") as refusal:
         ask(max_model_len=131072)

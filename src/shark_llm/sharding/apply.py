@@ -255,12 +255,15 @@ class _Buffers:
         if rows.dtype == self.out.dtype and rows.is_contiguous():
             yield _bytes(rows)
             return
-        for some in rows.split(max(1, len(self.out) // math.prod(rows.shape[1:]))):
+        step = max(1, len(self.out) // math.prod(rows.shape[1:]))
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step]
             out = self.out[: some.numel()].view(some.shape)
-            if out.dtype == some.dtype:
+            if torch.float32 in (some.dtype, out.dtype) or some.dtype == out.dtype:
                 out.copy_(some)
             else:  # by way of f32, which has all their values: bf16 to f16 at once is scalar code
                 out.copy_(self.wide[: some.numel()].view(some.shape).copy_(some))
+            if some.dtype != out.dtype:
                 _check_finite(name, some, out)
             yield _bytes(out)
 
