@@ -14,6 +14,10 @@ rows with C tokens of context holds on a rank
 and a decode the same with one token a row, of the keys once more where attention is not fused. The
 formulas follow from the shapes in `model/llama.py`; how often each is held was read off modules.
 
+How near it is: beside modules of Llama 3.1 8B for gfx942 (tp 1, 2, 8) and of 8B and SmolLM2 135M
+for CPUs (tp 1; tp 1, 2, 3), of 1 to 4 layers, in steps of 128, 512 and 2048 tokens at contexts of
+2048, 8192 and 131072, the estimate of a rank was 6 % too low to 32 % too high.
+
 Legend: H hidden size, A query heads, K kv heads, D head_dim, I MLP columns, V vocabulary rows: each
 what the rank holds.
 """
@@ -54,7 +58,7 @@ def estimate_workspace(
 ) -> int:
     """Bytes that the rank's device holds at most beside weights and caches, in any entry point.
 
-    `context_tokens`: what every row's page table is for. Measured against modules of 1 to 4 layers.
+    `context_tokens`: what every row's page table is for.
     """
     estimate = _Estimate(
         config=config,
