@@ -1,7 +1,6 @@
 """Cut a checkpoint into the archives of a plan in one pass and little memory; and the inverse.
 
-Two threads take block after block of <= 2 MiB, rows of a parameter, to the archives, in one of two
-ways:
+Two threads take block after block, rows of a parameter, to the archives, in one of two ways:
 
     copied     whole rows that lie in a file as they shall lie in the archives: by the kernel, which
                moves the bytes once
@@ -39,6 +38,8 @@ from shark_llm.sharding.plan import parameter_key, parameter_shapes
 BLOCK_BYTES = 2 << 20
 THREADS = 2
 """More than one core, for what is cast; more of them would only wait for memory and disk."""
+COPY_BYTES = 16 << 20
+"""What the kernel copies at once."""
 PIECE_BYTES = 256 << 10
 """Of the archives, what is cast and cut at once: fits the second-level cache of a core."""
 
@@ -68,10 +69,15 @@ def write_archives(
     shapes = parameter_shapes(config)
     found = {name: info.shape for name, info in checkpoint.parameters.items()}
     assert found == shapes, f"not the model's parameters: {found.items() ^ shapes.items()}"
+    extents = {name: _extent(checkpoint, name, plan[name], dtype) for name in shapes}
     blocks = [
         (name, start, stop)
         for name, info in checkpoint.parameters.items()
-        for start, stop in _row_blocks(info.shape, max(info.dtype.itemsize, dtype.itemsize))
+        for start, stop in _row_blocks(
+            info.shape,
+            max(info.dtype.itemsize, dtype.itemsize),
+            BLOCK_BYTES if extents[name] is None else COPY_BYTES,
+        )
     ]
     total = sum(info.num_bytes for info in checkpoint.parameters.values())
     done = 0
@@ -83,7 +89,7 @@ def write_archives(
             )
             for rank, of_rank in entries.items()
         }
-        job = _Job(checkpoint=checkpoint, plan=plan, dtype=dtype, writers=writers)
+        job = _Job(checkpoint=checkpoint, plan=plan, extents=extents, dtype=dtype, writers=writers)
         # Closed before the archives are, whatever happens: until then threads write to them.
         for name, start, stop in stack.enter_context(closing(_in_order(job.write, blocks))):
             info = checkpoint.parameters[name]
@@ -120,9 +126,11 @@ def merge_parameter(
     return whole
 
 
-def _row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:
+def _row_blocks(
+    shape: tuple[int, ...], itemsize: int, block_bytes: int
+) -> Iterator[tuple[int, int]]:
     row_bytes = math.prod(shape[1:]) * itemsize
-    rows = max(1, BLOCK_BYTES // row_bytes)
+    rows = max(1, block_bytes // row_bytes)
     for start in range(0, shape[0], rows):
         yield start, min(start + rows, shape[0])
 
@@ -140,6 +148,17 @@ def _one_torch_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _extent(
+    checkpoint: Checkpoint, name: str, placement: Placement, dtype: torch.dtype
+) -> FileExtent | None:
+    """Where the parameter can be copied from; None: it has to be cast, cut or computed."""
+    if checkpoint.parameters[name].dtype != dtype:
+        return None
+    if not isinstance(placement, Replicate) and placement.dim != 0:
+        return None
+    return checkpoint.extent(name)
 
 
 def _in_order(
@@ -165,6 +184,7 @@ class _Job:
 
     checkpoint: Checkpoint
     plan: Mapping[str, Placement]
+    extents: Mapping[str, FileExtent | None]
     dtype: torch.dtype
     writers: Mapping[int | None, ArchiveWriter]
     buffers: threading.local = field(default_factory=threading.local)
@@ -173,7 +193,7 @@ class _Job:
         """Rows start .. stop - 1 of a parameter."""
         placement, info = self.plan[name], self.checkpoint.parameters[name]
         row_bytes = info.num_bytes // info.shape[0]
-        extent = self._extent(name)
+        extent = self.extents[name]
         rows = self.checkpoint.read(name, start, stop) if extent is None else None
         for rank, (low, high), first, columns in _parts(placement, start, stop):
             writer = self.writers[rank]
@@ -189,15 +209,6 @@ class _Job:
             for piece in self._buffers().pieces(name, part):
                 writer.write(key, piece, at)
                 at += piece.nbytes
-
-    def _extent(self, name: str) -> FileExtent | None:
-        """Where the parameter can be copied from; None: it has to be cast, cut or computed."""
-        placement = self.plan[name]
-        if self.checkpoint.parameters[name].dtype != self.dtype:
-            return None
-        if not isinstance(placement, Replicate) and placement.dim != 0:
-            return None
-        return self.checkpoint.extent(name)
 
     def _buffers(self) -> _Buffers:
         """Of this thread."""
