@@ -26,6 +26,7 @@ from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.checkpoint.source import Checkpoint
 from shark_llm.compile.dev_directory import check_replaceable
 from shark_llm.compile.targets import CompileTarget, get_target
+from shark_llm.compile.workspace_estimate import ModuleShape
 from shark_llm.errors import CapacityError, UsageError
 from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
 from shark_llm.hub import HubModel, HubSettings, Metadata, fetch_metadata, parse_model
@@ -227,7 +228,7 @@ def make_plan(
         from_hub=isinstance(metadata.location, HubModel),
         fetch_bytes=0 if dummy else metadata.missing_bytes,
         checkpoint=checkpoint,
-        notes=_check_memory(settings, config, device, dtype=dtype, max_model_len=length),
+        notes=_check_memory(settings, config, device, target, dtype=dtype, max_model_len=length),
     )
 
 
@@ -315,6 +316,7 @@ def _check_memory(
     settings: BuildSettings,
     config: ModelConfig,
     device: DeviceMemory,
+    target: CompileTarget,
     *,
     dtype: str,
     max_model_len: int,
@@ -325,8 +327,21 @@ def _check_memory(
     """
     if device.is_shared:
         return ()
+    module = ModuleShape(
+        attention_form=target.attention_form,
+        page_size=settings.page_size,
+        batch_sizes_prefill=settings.batch_sizes_prefill,
+        batch_sizes_decode=settings.batch_sizes_decode,
+    )
     try:
-        check_capacity(config, device, tp=settings.tp, dtype=dtype, max_model_len=max_model_len)
+        check_capacity(
+            config,
+            device,
+            tp=settings.tp,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            module=module,
+        )
     except CapacityError as error:
         if not settings.force:
             raise CapacityError(f"{error}; --force builds it all the same") from error

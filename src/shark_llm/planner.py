@@ -4,8 +4,8 @@
 
 weights     exactly what the rank's archives hold
 KV          2 (K and V) * layers * kv heads of the rank * head_dim * bytes of the KV dtype
-workspace   activations of one step: what a compiled module allocates if the caller has one, else
-            estimated
+workspace   what a step holds at the greatest length: what a compiled module allocates if the caller
+            has one, else estimated
 reserve     driver, code objects and fragmentation
 
 A GPU holds one rank; a CPU's ranks share one memory, and the sums of all of them must fit in it.
@@ -13,6 +13,7 @@ A GPU holds one rank; a CPU's ranks share one memory, and the sums of all of the
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from types import MappingProxyType
 
 from shark_llm.artifacts.irpa import DTYPE_BYTES
 from shark_llm.compile.targets import CompileTarget
-from shark_llm.compile.workspace import PREFILL_TOKENS
+from shark_llm.compile.workspace_estimate import ModuleShape, estimate_workspace
 from shark_llm.errors import CapacityError, UsageError
 from shark_llm.model.config import ModelConfig
 from shark_llm.sharding.archives import WEIGHT_DTYPES, archive_sizes
@@ -94,6 +95,8 @@ class TpMemory:
     tp: int
     ranks: tuple[RankMemory, ...]
     kv_tokens_needed: int
+    longest_len: int
+    """The greatest length of which `max_num_seqs` sequences fit; 0: none."""
     workspace_is_estimate: bool = True
 
     @property
@@ -169,7 +172,7 @@ def plan_memory(
     tps: Iterable[int] | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int = 1,
-    prefill_tokens: int = PREFILL_TOKENS,
+    module: ModuleShape | None = None,
     workspace: Mapping[int, Sequence[int]] | None = None,
     reserve_bytes: int = RESERVE_BYTES,
 ) -> MemoryPlan:
@@ -178,9 +181,9 @@ def plan_memory(
     With `is_shared` all ranks share that memory, as simulated devices of one CPU do.
 
     It fits when `max_num_seqs` sequences of `max_model_len` tokens (None: all positions of the
-    model) have room. `workspace`, the bytes of each rank by tp, replaces the estimate for steps of
-    `prefill_tokens` at those tp. Raises ShardingError for a tp that cannot be, UsageError for an
-    unknown dtype.
+    model) have room beside the workspace of steps at that length. That is estimated for `module`
+    (None: the default one, for a GPU), or is `workspace`, the bytes of each rank by tp, at those
+    tp. Raises ShardingError for a tp that cannot be, UsageError for an unknown dtype.
     """
     for name, value, known in (
         ("weight dtype", dtype, WEIGHT_DTYPES),
@@ -188,43 +191,92 @@ def plan_memory(
     ):
         if value not in known:
             raise UsageError(f"no such {name}: {value!r}; choose from {', '.join(known)}")
-    needed = (max_model_len or config.max_position_embeddings) * max_num_seqs
+    length = max_model_len or config.max_position_embeddings
     splits = []
     for tp in sorted(supported_tps(config) if tps is None else tps):
         plan = plan_parameters(config, tp)
-        measured = (workspace or {}).get(tp)
-        needs = []
-        for shape in plan_ranks(config, tp):
-            parameters = local_parameters(config, plan, shape.rank).values()
-            needs.append(
-                RankMemory(
-                    rank=shape.rank,
-                    weight_bytes=sum(math.prod(p.shape) for p in parameters) * DTYPE_BYTES[dtype],
-                    workspace_bytes=estimate_workspace(
-                        config, shape, tp=tp, tokens=prefill_tokens, dtype=dtype
-                    )
-                    if measured is None
-                    else measured[shape.rank],
-                    kv_bytes_per_token=kv_bytes_per_token(config, shape, kv_dtype),
-                    kv_tokens=0,
-                )
-            )
-        devices = [needs] if is_shared else [[rank] for rank in needs]
-        ranks = [
-            replace(rank, kv_tokens=tokens)
-            for device in devices
-            for tokens in [_kv_tokens(device, memory_bytes - reserve_bytes)]
-            for rank in device
-        ]
+        needs = _Needs(
+            config=config,
+            shapes=plan_ranks(config, tp),
+            weight_bytes=tuple(
+                sum(math.prod(p.shape) for p in local_parameters(config, plan, rank).values())
+                * DTYPE_BYTES[dtype]
+                for rank in range(tp)
+            ),
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            module=module or ModuleShape(),
+            measured=(workspace or {}).get(tp),
+            memory_bytes=memory_bytes - reserve_bytes,
+            is_shared=is_shared,
+        )
         splits.append(
             TpMemory(
                 tp=tp,
-                ranks=tuple(ranks),
-                kv_tokens_needed=needed,
-                workspace_is_estimate=measured is None,
+                ranks=needs.ranks(length),
+                kv_tokens_needed=length * max_num_seqs,
+                longest_len=needs.longest_len(max_num_seqs),
+                workspace_is_estimate=needs.measured is None,
             )
         )
     return MemoryPlan(memory_bytes=memory_bytes, splits=tuple(splits), max_num_seqs=max_num_seqs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Needs:
+    """What the ranks of one tp need, whatever the length."""
+
+    config: ModelConfig
+    shapes: tuple[RankShape, ...]
+    weight_bytes: tuple[int, ...]
+    dtype: str
+    kv_dtype: str
+    module: ModuleShape
+    measured: Sequence[int] | None
+    memory_bytes: int
+    """Of each device, or of all ranks, beside the reserve."""
+    is_shared: bool
+
+    def ranks(self, length: int) -> tuple[RankMemory, ...]:
+        """With the workspace of steps whose sequences have up to `length` tokens."""
+        needs = [
+            RankMemory(
+                rank=shape.rank,
+                weight_bytes=self.weight_bytes[shape.rank],
+                workspace_bytes=self._workspace(shape, length),
+                kv_bytes_per_token=kv_bytes_per_token(self.config, shape, self.kv_dtype),
+                kv_tokens=0,
+            )
+            for shape in self.shapes
+        ]
+        devices = [needs] if self.is_shared else [[rank] for rank in needs]
+        return tuple(
+            replace(rank, kv_tokens=tokens)
+            for device in devices
+            for tokens in [_kv_tokens(device, self.memory_bytes)]
+            for rank in device
+        )
+
+    def longest_len(self, num_seqs: int) -> int:
+        """The greatest length of which `num_seqs` sequences have room; 0: none."""
+
+        def is_too_long(length: int) -> bool:
+            return min(rank.kv_tokens for rank in self.ranks(length)) < length * num_seqs
+
+        lengths = range(1, choose_max_model_len(None, self.config) + 1)
+        return bisect.bisect_left(lengths, True, key=is_too_long)
+
+    def _workspace(self, shape: RankShape, length: int) -> int:
+        if self.measured is not None:
+            return self.measured[shape.rank]
+        return estimate_workspace(
+            self.config,
+            shape,
+            tp=len(self.shapes),
+            dtype=self.dtype,
+            context_tokens=length,
+            module=self.module,
+        )
 
 
 def _kv_tokens(ranks: list[RankMemory], memory_bytes: int) -> int:
@@ -239,36 +291,23 @@ def kv_bytes_per_token(config: ModelConfig, shape: RankShape, kv_dtype: str) -> 
     return 2 * config.num_layers * per_layer
 
 
-def estimate_workspace(
-    config: ModelConfig, shape: RankShape, *, tp: int, tokens: int, dtype: str
-) -> int:
-    """Bytes that are alive at the widest moments of a step of `tokens` tokens, if nothing is fused.
-
-    Hidden states before and after the norm and every rank's partial sum; beside them the larger of
-    attention (q, k, v, output) and MLP (gate, up, product). Logits are of one token a row.
-    """
-    states = (2 + tp) * config.hidden_size
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * config.head_dim
-    mlp = 3 * shape.intermediate_size
-    return tokens * (states + max(attention, mlp)) * DTYPE_BYTES[dtype]
-
-
 def check_fits(split: TpMemory, plan: MemoryPlan, *, device: str) -> None:
     """Raise CapacityError unless `split` fits; it says what is missing, and what would fit."""
     if split.fits:
         return
     tightest = min(split.ranks, key=lambda rank: rank.kv_tokens)
-    longest, bound = split.kv_tokens // plan.max_num_seqs, plan.lower_bound
+    bound = plan.lower_bound
     remedies = [] if bound is None else [f"the least tp that fits is {bound}"]
-    if longest:
-        remedies.append(f"tp {split.tp} fits with --max-model-len {longest}")
+    if split.longest_len:
+        remedies.append(f"tp {split.tp} fits with --max-model-len {split.longest_len}")
     elif bound is None:
         remedies.append(
             "no tp fits: lower --max-model-len or --max-num-seqs, or use devices with more memory"
         )
     raise CapacityError(
         f"tp {split.tp} does not fit {device} with {plan.memory_bytes / GIB:.0f} GiB: rank "
-        f"{tightest.rank} has {tightest.weight_bytes / GIB:.1f} GiB of weights and room for "
+        f"{tightest.rank} has {tightest.weight_bytes / GIB:.1f} GiB of weights, "
+        f"{tightest.workspace_bytes / GIB:.1f} GiB of workspace and room for "
         f"{tightest.kv_tokens} KV tokens, {split.kv_tokens_needed} are needed; "
         f"{'; '.join(remedies)}"
     )
@@ -281,10 +320,11 @@ def check_capacity(
     tp: int,
     dtype: str,
     max_model_len: int,
+    module: ModuleShape | None = None,
 ) -> None:
     """Raise CapacityError unless one sequence of `max_model_len` tokens has room at `tp`.
 
-    The weights and the KV cache are of `dtype`.
+    The weights and the KV cache are of `dtype`, the workspace is that of `module`.
     """
     ask = partial(
         plan_memory,
@@ -294,6 +334,7 @@ def check_capacity(
         dtype=dtype,
         kv_dtype=dtype,
         max_model_len=max_model_len,
+        module=module,
     )
     (split,) = ask(tps=[tp]).splits
     if not split.fits:  # only then it matters what else would

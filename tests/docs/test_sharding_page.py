@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shark_llm.compile.workspace_estimate import ModuleShape
 from shark_llm.model.config import ModelConfig, config_from_hf
 from shark_llm.planner import GIB, GPUS, plan_memory
 from shark_llm.recipes import list_recipes, load_recipe
@@ -72,12 +73,30 @@ def test_the_plan_of_405b() -> None:
         )
         assert f"{row}\n" in PAGE
     four, five, eight = (plan.splits[tp - 1] for tp in (4, 5, 8))
+    assert four.longest_len == 0
+    assert f"{five.kv_tokens:,} tokens" in PAGE
     for split in (four, five):
-        assert f"{split.kv_tokens:,} tokens" in PAGE
         rank = split.ranks[0]
         left = plan.memory_bytes - 2 * GIB - rank.weight_bytes - rank.workspace_bytes
         assert f"{left / GIB:.2f} GiB\n" in PAGE
     assert f"{eight.kv_tokens:,} tokens" in PAGE
+
+
+@pytest.mark.parametrize("step", [512, 2048])
+def test_the_workspace_of_8b(step: int) -> None:
+    cells = [f"steps of {step:,} tokens"]
+    for length in (8192, 131072):
+        (split,) = plan_memory(
+            config("meta-llama--Llama-3.1-8B"),
+            memory_bytes=GPUS["mi300x"],
+            dtype="bf16",
+            kv_dtype="bf16",
+            tps=[2],
+            max_model_len=length,
+            module=ModuleShape(prefill_tokens=step),
+        ).splits
+        cells.append(f"{split.ranks[0].workspace_bytes / GIB:.1f} GiB")
+    assert f"| {' | '.join(cells)} |\n" in PAGE
 
 
 def test_the_recipes_named_are_there() -> None:

@@ -26,7 +26,7 @@ def test_parameters_reach_the_module(tmp_path: Path) -> None:
     shared, rank_0 = tmp_path / "model.irpa", tmp_path / "model.rank0.irpa"
     identity = Identity(model="a" * 64, tp=2, rank=None, dtype="f32")
     with ArchiveWriter(shared, identity, [Entry(name="a", dtype="f32", shape=(4,))]) as archive:
-        archive.write("a", np.arange(4, dtype=np.float32).data)
+        archive.write("a", np.arange(4, dtype=np.float32).data, at=0)
     splat = Entry(name="b.rank0", dtype="f32", shape=(4,), splat=b"\x00\x00\x00\x3f")
     with ArchiveWriter(rank_0, identity, [splat]):
         pass

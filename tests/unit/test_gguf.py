@@ -97,6 +97,22 @@ def test_any_rows_of_permuted_weights_and_biases(tmp_path: Path) -> None:
                 assert torch.equal(checkpoint.read(name, start, stop), expected[start:stop]), name
 
 
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
+def test_extents_hold_what_is_read(tmp_path: Path, kind: str) -> None:
+    """Of what is quantized, or has its rows in GGUF's order, there is none."""
+    checkpoint = open_checkpoint(write(tmp_path, tiny_config(attention_bias=True), kind=kind))
+    copied = set()
+    for name, info in checkpoint.parameters.items():
+        if (extent := checkpoint.extent(name)) is not None:
+            copied.add(name.rpartition("blk.0.")[2])
+            data = extent.path.read_bytes()[extent.offset :][: info.num_bytes]
+            read = checkpoint.read(name, 0, info.shape[0])
+            assert data == read.view(torch.uint8).numpy().tobytes()
+    assert {"attn_norm.weight", "attn_v.bias"} <= copied
+    assert ("ffn_down.weight" in copied) == (kind == "BF16")
+    assert not copied & {"attn_q.weight", "attn_k.weight", "attn_q.bias"}
+
+
 def test_exported_gguf_gives_the_same_logits(tmp_path: Path) -> None:
     config = tiny_config(tie_word_embeddings=True)
     path = write(tmp_path, config)

@@ -51,7 +51,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "workspace (est.)" in out
     rows = [line.split() for line in out.splitlines() if line[:2].strip().isdigit()]
     assert [row[0] for row in rows] == list("12345678")
-    assert rows[3] == ["4", "189.00", "GiB", "126", "KiB", "0.53", "GiB", "3966", "no"]
+    assert rows[3] == ["4", "189.00", "GiB", "126", "KiB", "3.03", "GiB", "0", "no"]
     assert [row[-1] for row in rows] == ["no"] * 4 + ["yes"] * 4
     assert "the least tp that fits is 5" in out
 
@@ -65,6 +65,7 @@ def test_on_a_terminal_it_is_drawn() -> None:
         device=DeviceMemory(name="mi300x", num_bytes=GIB * 8),
         dtype="f32",
         max_model_len=512,
+        step_tokens=512,
         memory=plan_memory(config, memory_bytes=GIB * 8, dtype="f32", kv_dtype="f32"),
         ranks=plan_ranks(config, 2),
     )
@@ -105,6 +106,22 @@ def test_json_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert "placement" not in as_json(capsys, "--hf-model", SMOLLM2)
 
 
+def test_larger_steps_need_more_workspace(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--hf-model", LLAMA_405B, "--compile-target", "gfx942")
+    usual = as_json(capsys, *flags)
+    large = as_json(capsys, *flags, "--max-num-batched-tokens", "8192")
+    assert (usual["max_num_batched_tokens"], large["max_num_batched_tokens"]) == (512, 8192)
+    assert usual["lower_bound"] == 5 < large["lower_bound"]
+    five = large["splits"][4]
+    assert 0 < five["longest_len"] < 131072
+    longest = as_json(
+        capsys,
+        *flags,
+        *("--max-num-batched-tokens", "8192", "--max-model-len", str(five["longest_len"])),
+    )
+    assert longest["splits"][4]["fits"]
+
+
 def test_a_directory_will_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With or without weights in it."""
     full = write_tiny(tmp_path / "full")
@@ -132,6 +149,7 @@ def test_the_ranks_of_a_cpu_share_its_memory(capsys: pytest.CaptureFixture[str])
     [
         (("--dtype", "f8"), 2, "--dtype is 'f8'; it must be one of auto, bf16, f16, f32"),
         (("--max-num-seqs", "0"), 2, "--max-num-seqs is 0; it must be at least 1"),
+        (("--max-num-batched-tokens", "0"), 2, "--max-num-batched-tokens is 0; it must be at"),
         (("--max-model-len", "131073"), 2, "--max-model-len is 131073: this model takes 1 to 131"),
         (("--max-model-len", "0"), 2, "--max-model-len is 0: this model takes 1 to 131072"),
         (("--compile-target", "gfx1"), 2, "no compile target 'gfx1'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from bundles import model_config
 from shark_llm.artifacts.irpa import ArchiveReader, Identity
 from shark_llm.compile.targets import TARGETS
+from shark_llm.compile.workspace_estimate import ModuleShape
 from shark_llm.errors import CapacityError, ShardingError, UsageError
 from shark_llm.model.config import ModelConfig
 from shark_llm.planner import (
@@ -43,16 +45,15 @@ LLAMA_8B = llama(4096, 14336, 32, 32)
 
 
 def test_the_lower_bound_of_tp_for_405b_in_bf16() -> None:
-    """On 192 GiB, tp4 holds the weights but not one full context; tp5 does."""
+    """On 192 GiB, tp4 holds the weights and nothing beside them; tp5 one full context."""
     plan = plan_memory(LLAMA_405B, memory_bytes=GPUS["mi300x"], dtype="bf16", kv_dtype="bf16")
     assert plan.lower_bound == 5
     assert [split.tp for split in plan.splits] == list(range(1, 9))
     assert [split.fits for split in plan.splits] == [False] * 4 + [True] * 4
-    assert 0 < plan.splits[3].kv_tokens < 131072
-    short = plan_memory(
-        LLAMA_405B, memory_bytes=GPUS["mi300x"], dtype="bf16", kv_dtype="bf16", max_model_len=2048
-    )
-    assert short.lower_bound == 4
+    four, five = plan.splits[3:5]
+    assert four.ranks[0].weight_bytes < GPUS["mi300x"] - 2 * GIB
+    assert (four.kv_tokens, four.longest_len) == (0, 0)
+    assert five.kv_tokens > five.longest_len == 131072
 
 
 def test_weights_and_kv_by_hand() -> None:
@@ -134,13 +135,37 @@ def test_required_bytes_are_those_of_the_files(tp: int, tmp_path: Path) -> None:
 
 
 def test_a_shorter_context_is_named_as_a_remedy() -> None:
-    device = DeviceMemory(name="mi300x", num_bytes=GPUS["mi300x"])
-    ask = partial(check_capacity, LLAMA_405B, device, tp=4, dtype="bf16")
-    with pytest.raises(CapacityError, match=r"tp that fits is 5; tp 4 fits with --max-model-len 3"):
+    """Shorter sequences need less workspace too, so that more of them fit than at full length."""
+    device = DeviceMemory(name="some GPU", num_bytes=176 * GIB)
+    ask = partial(check_capacity, LLAMA_405B, device, tp=5, dtype="bf16")
+    with pytest.raises(CapacityError, match="tp that fits is 6; tp 5 fits with") as refusal:
         ask(max_model_len=131072)
-    ask(max_model_len=3966)
-    with pytest.raises(CapacityError, match="3966"):
-        ask(max_model_len=3967)
+    found = re.search(r"room for (\d+) KV tokens.*--max-model-len (\d+)$", str(refusal.value))
+    assert found is not None
+    left, longest = map(int, found.groups())
+    assert left < longest < 131072
+    ask(max_model_len=longest)
+    with pytest.raises(CapacityError, match=f"--max-model-len {longest}$"):
+        ask(max_model_len=longest + 1)
+
+
+def test_steps_and_contexts_take_of_the_room_for_kv() -> None:
+    ask = partial(
+        plan_memory, LLAMA_8B, memory_bytes=GPUS["mi300x"], dtype="bf16", kv_dtype="bf16", tps=[2]
+    )
+    (usual,), (shorter,), (larger,), (host,) = (
+        plan.splits
+        for plan in (
+            ask(),
+            ask(max_model_len=8192),
+            ask(module=ModuleShape(prefill_tokens=2048)),
+            ask(module=ModuleShape(attention_form="matmul")),
+        )
+    )
+    needs = [split.ranks[0].workspace_bytes for split in (shorter, usual, larger, host)]
+    assert needs == sorted(set(needs))
+    tokens = [split.kv_tokens for split in (shorter, usual, larger, host)]
+    assert tokens == sorted(set(tokens), reverse=True)
 
 
 def test_ranks_that_share_a_memory_share_its_rest() -> None:

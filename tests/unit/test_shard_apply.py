@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 
 from bundles import model_config
 from shark_llm.artifacts.irpa import ArchiveReader, Identity
+from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.checkpoint.source import ParameterInfo
 from shark_llm.errors import CheckpointError, UsageError
 from shark_llm.model.config import ModelConfig
 from shark_llm.sharding.apply import write_archives
 from shark_llm.sharding.archives import archive_sizes, write_dummy_archives
 from shark_llm.sharding.plan import parameter_shapes, plan_parameters
+from tiny import tiny_config, write_tiny
 
 
 class CountingCheckpoint:
@@ -41,6 +44,9 @@ class CountingCheckpoint:
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         self.reads.append((name, start, stop))
         return self.tensors[name][start:stop].clone()
+
+    def extent(self, name: str) -> None:
+        """In memory alone."""
 
     def digest(self, progress: object = None) -> str:
         return "c" * 64
@@ -162,3 +168,69 @@ def test_torch_keeps_its_threads(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     split(model_config(), 2, tmp_path)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_copied_or_read_the_archives_are_the_same(
+    tp: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in a file as it shall lie in the archives is copied there by the kernel."""
+    config = tiny_config(attention_bias=True)
+    directory = write_tiny(tmp_path / "t0", config=config, dtype=torch.bfloat16)
+    checkpoint = open_checkpoint(directory)
+    plan = plan_parameters(checkpoint.config, tp)
+    identity = Identity(model="c" * 64, tp=tp, rank=None, dtype=dtype)
+    digests = []
+    for how in ("copied", "read"):
+        if how == "read":
+            monkeypatch.setattr(type(checkpoint), "extent", lambda *_: None)
+        (tmp_path / how).mkdir()
+        seen: list[tuple[int, int]] = []
+        paths = write_archives(
+            checkpoint,
+            plan,
+            identity=identity,
+            out_dir=tmp_path / how,
+            progress=lambda done, total, seen=seen: seen.append((done, total)),
+        )
+        total = sum(info.num_bytes for info in checkpoint.parameters.values())
+        assert seen[-1] == (total, total)
+        digests.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in paths])
+    assert digests[0] == digests[1]
+
+
+def test_a_checkpoint_cut_while_it_is_copied_is_refused(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_tiny(tmp_path / "t0"))
+    (path,) = checkpoint.weight_paths
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 4)
+    identity = Identity(model="c" * 64, tp=1, rank=None, dtype="f32")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: has \d+ bytes, expected \d+"):
+        write_archives(
+            checkpoint,
+            plan_parameters(checkpoint.config, 1),
+            identity=identity,
+            out_dir=tmp_path,
+        )
+
+
+def test_bf16_becomes_f16_as_torch_has_it(tmp_path: Path) -> None:
+    """By way of f32: rounded once, subnormals included."""
+    config = model_config()
+    checkpoint = CountingCheckpoint(config)
+    bits = torch.arange(0, 1 << 16, 2, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    values = torch.where(bits.abs() < 65504, bits, 0.5)
+    for name, tensor in checkpoint.tensors.items():
+        some = values[: tensor.numel()] if tensor.numel() < len(values) else values
+        checkpoint.tensors[name] = some.repeat(-(-tensor.numel() // len(some)))[
+            : tensor.numel()
+        ].reshape(tensor.shape)
+        checkpoint.parameters[name] = ParameterInfo(shape=tuple(tensor.shape), dtype=torch.bfloat16)
+    identity = Identity(model="c" * 64, tp=1, rank=None, dtype="f16")
+    (path,) = write_archives(
+        checkpoint, plan_parameters(config, 1), identity=identity, out_dir=tmp_path
+    )
+    archive = ArchiveReader(path)
+    for name, tensor in checkpoint.tensors.items():
+        np.testing.assert_array_equal(archive.read(name), tensor.to(torch.float16).numpy())

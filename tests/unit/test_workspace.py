@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,9 @@ def dev_artifacts(root: Path, **changes: Any) -> Path:
 
 def test_a_build_s_phases_are_found(tmp_path: Path) -> None:
     dev = dev_artifacts(tmp_path)
-    found = built_workspace(dev, model="tiny", target="gfx942", context_tokens=160)
-    assert found == {2: (64 + 3 * 100 * 1024, 64 + 100 * 1024)}, "2048 tokens in two rows"
+    of_tiny = partial(built_workspace, dev, model="tiny", target="gfx942", context_tokens=160)
+    assert of_tiny() == {2: (64 + 3 * 100 * 256, 64 + 100 * 256)}, "512 tokens in two rows"
+    assert of_tiny(prefill_tokens=64) == {2: (64 + 3 * 100 * 32, 64 + 100 * 32)}
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ a pattern but no bytes, which makes archives of kilobytes for models of any size
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,6 +50,9 @@ _SPLAT = struct.Struct("<Q16sB")  # length, pattern, pattern length
 _SKIP_TYPE, _SPLAT_TYPE, _DATA_TYPE = 0, 1, 2
 _ENTRY_ALIGNMENT, _DATA_ALIGNMENT, _FILE_ALIGNMENT = 16, 64, 4096
 _IDENTITY_NAME = "shark.identity"
+# What file systems say that cannot copy from one to the other; ENOSYS: a kernel or a sandbox.
+_NO_KERNEL_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+_COPY_BYTES = 1 << 20
 
 
 def archive_name(rank: int | None) -> str:
@@ -98,10 +103,11 @@ def archive_size(entries: Sequence[Entry], identity: Identity) -> int:
 class ArchiveWriter:
     """Writes an archive whose entries are known beforehand and whose bytes arrive in pieces.
 
-    The bytes of one entry must arrive in order; entries may interleave. Nothing is buffered.
+    Pieces may arrive in any order, and from several threads; each byte comes once. Nothing is
+    buffered.
 
         with ArchiveWriter(path, identity, entries) as archive:
-            archive.write("token_embd.weight", chunk)
+            archive.write("token_embd.weight", chunk, at=0)
 
     Leaving the block normally asserts that every entry is complete. The file appears under its
     name at once: whoever needs atomicity writes into a directory that `publish` stages.
@@ -115,6 +121,7 @@ class ArchiveWriter:
         self._entries = {entry.name: entry for entry in layout.entries}
         assert len(self._entries) == len(entries), "entry names must be unique"
         self._written = {entry.name: 0 for entry in layout.entries if entry.splat is None}
+        self._lock = threading.Lock()
         free = os.statvfs(path.parent).f_bavail * os.statvfs(path.parent).f_frsize
         if self.size > free:
             raise CapacityError(
@@ -129,16 +136,43 @@ class ArchiveWriter:
             os.close(self._fd)
             raise
 
-    def write(self, name: str, data: memoryview | bytes) -> None:
-        """Append `data` (C-contiguous) to the entry `name`."""
+    def write(self, name: str, data: memoryview | bytes, at: int) -> None:
+        """Write `data` (C-contiguous) to the entry `name`, from its byte `at` on."""
         view = memoryview(data)
         if not view.nbytes:
             return
         view = view.cast("B")
-        entry, written = self._entries[name], self._written[name]
-        assert written + view.nbytes <= entry.nbytes, f"{name}: more bytes than declared"
-        _write_all(self._fd, view, entry.offset + written)
-        self._written[name] = written + view.nbytes
+        _write_all(self._fd, view, self._place(name, at, view.nbytes))
+        self._count(name, view.nbytes)
+
+    def copy(self, name: str, at: int, source: int, offset: int, num_bytes: int) -> int:
+        """Write bytes of the open file `source`, from its byte `offset` on, to the entry `name`,
+        from its byte `at` on: how many, at most `num_bytes`, and 0 at the end of the source.
+
+        The kernel copies them, or shares the disk's blocks where the file system can.
+        """
+        place = self._place(name, at, num_bytes)
+        try:
+            count = os.copy_file_range(source, self._fd, num_bytes, offset, place)
+        except OSError as error:
+            if error.errno not in _NO_KERNEL_COPY:
+                raise
+            data = os.pread(source, min(num_bytes, _COPY_BYTES), offset)
+            _write_all(self._fd, memoryview(data), place)
+            count = len(data)
+        self._count(name, count)
+        return count
+
+    def _place(self, name: str, at: int, num_bytes: int) -> int:
+        """Where in the file `num_bytes` from byte `at` of an entry belong."""
+        entry = self._entries[name]
+        assert 0 <= at <= entry.nbytes - num_bytes, f"{name}: more bytes than declared"
+        return entry.offset + at
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        with self._lock:
+            self._written[name] += num_bytes
+            assert self._written[name] <= self._entries[name].nbytes, f"{name}: bytes came twice"
 
     def __enter__(self) -> Self:
         return self

@@ -66,6 +66,9 @@ class ConfigOnlyCheckpoint:
         assert 0 <= start <= stop <= rows, f"{name}: rows {start}..{stop} of {rows}"
         return torch.full((stop - start, *rest), DUMMY_VALUE, dtype=info.dtype)
 
+    def extent(self, name: str) -> None:
+        """Nowhere."""
+
     @property
     def weight_paths(self) -> tuple[Path, ...]:
         return (self._path,)

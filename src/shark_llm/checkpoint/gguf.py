@@ -24,7 +24,7 @@ from shark_llm.artifacts.manifest import ByteProgress, digest_files
 from shark_llm.checkpoint.gguf_file import GgufTensor, read_gguf
 from shark_llm.checkpoint.gguf_tokenizer import special_token_ids, tokenizer_files
 from shark_llm.checkpoint.names import check_weight_map, expected_parameters
-from shark_llm.checkpoint.source import ParameterInfo, read_at
+from shark_llm.checkpoint.source import FileExtent, ParameterInfo, read_at
 from shark_llm.errors import CheckpointError, UnsupportedModelError
 from shark_llm.model.config import ModelConfig, config_from_hf
 
@@ -140,7 +140,7 @@ class GgufCheckpoint:
         """Rows start .. stop - 1 of dimension 0 in Hugging Face's order, in fresh memory."""
         tensor = self._tensors[name]
         assert 0 <= start <= stop <= tensor.shape[0], f"{name}: {start}..{stop}"
-        if not name.rpartition(".")[0].endswith((".attn_q", ".attn_k")):
+        if not _is_permuted(name):
             return self._rows(tensor, start, stop)
         # Row h * D + s * D/2 + j of ours is row h * D + 2j + s of the file (s = 0, 1), so whole
         # heads are read and the wanted rows picked from them.
@@ -150,6 +150,13 @@ class GgufCheckpoint:
         within = wanted % head_dim
         half, pair = within // (head_dim // 2), within % (head_dim // 2)
         return self._rows(tensor, first, last)[wanted - within - first + 2 * pair + half]
+
+    def extent(self, name: str) -> FileExtent | None:
+        """Where the parameter lies; None for what is quantized, or has its rows in GGUF's order."""
+        tensor = self._tensors[name]
+        if tensor.kind not in PLAIN or _is_permuted(name):
+            return None
+        return FileExtent(path=self._path, offset=tensor.offset)
 
     @property
     def weight_paths(self) -> tuple[Path, ...]:
@@ -185,6 +192,11 @@ class GgufCheckpoint:
                 dequantize(data.numpy(), tensor.kind)
             )
         return out
+
+
+def _is_permuted(name: str) -> bool:
+    """Whether the file has the rows of each head in an order of its own."""
+    return name.rpartition(".")[0].endswith((".attn_q", ".attn_k"))
 
 
 def _hf_config(

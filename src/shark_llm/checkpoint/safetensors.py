@@ -16,7 +16,7 @@ from shark_llm.checkpoint.aux_files import eos_token_ids, load_json, read_aux_fi
 from shark_llm.checkpoint.fp8 import Scaled, dequantize, read_scheme, take_scales
 from shark_llm.checkpoint.names import IGNORED, check_weight_map, from_hf_name
 from shark_llm.checkpoint.safetensors_file import DTYPE_BITS, TensorLocation, read_header
-from shark_llm.checkpoint.source import ParameterInfo, iter_row_blocks, read_at
+from shark_llm.checkpoint.source import FileExtent, ParameterInfo, iter_row_blocks, read_at
 from shark_llm.errors import CheckpointError
 from shark_llm.model.config import ModelConfig, config_from_hf
 
@@ -98,6 +98,13 @@ class SafetensorsCheckpoint:
             start=start,
             block=scaled.block,
         )
+
+    def extent(self, name: str) -> FileExtent | None:
+        """Where the parameter lies; None for an FP8 matrix."""
+        if name in self._scaled:
+            return None
+        location = self._locations[name]
+        return FileExtent(path=location.path, offset=location.offset)
 
     @property
     def weight_paths(self) -> tuple[Path, ...]:

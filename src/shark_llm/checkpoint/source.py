@@ -32,6 +32,14 @@ class ParameterInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, kw_only=True)
+class FileExtent:
+    """Where a parameter lies in a file, row after row, in the very bytes that `read` returns."""
+
+    path: Path
+    offset: int
+
+
 class Checkpoint(Protocol):
     """A Llama on disk, opened: config checked, weight map total, no weight read yet."""
 
@@ -52,6 +60,10 @@ class Checkpoint(Protocol):
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows start .. stop - 1 of dimension 0, in fresh memory (never a mapping of the file)."""
+        ...
+
+    def extent(self, name: str) -> FileExtent | None:
+        """For whoever copies the parameter without looking at it; None: `read` computes it."""
         ...
 
     def digest(self, progress: ByteProgress | None = None) -> str:
@@ -87,11 +99,16 @@ def read_at(path: Path, offset: int, num_bytes: int) -> torch.Tensor:
         while done < num_bytes:
             count = os.preadv(fd, [view[done:]], offset + done)
             if count == 0:
-                raise CheckpointError(
-                    f"{path}: has {os.fstat(fd).st_size} bytes, expected {offset + num_bytes}:"
-                    " it was changed while being read; download it again"
-                )
+                raise cut_short(path, offset + num_bytes)
             done += count
     finally:
         os.close(fd)
     return buffer
+
+
+def cut_short(path: Path, expected: int) -> CheckpointError:
+    """The error for a weight file that ends before byte `expected`, which its header names."""
+    return CheckpointError(
+        f"{path}: has {path.stat().st_size} bytes, expected {expected}:"
+        " it was changed while being read; download it again"
+    )

@@ -10,6 +10,7 @@ import typer
 
 from shark_llm.cli import model_flags as flags
 from shark_llm.cli.packages import require_compile_packages
+from shark_llm.compile.workspace import PREFILL_TOKENS
 from shark_llm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +40,14 @@ def plan(
             help="Sequences of that length that must have room at once.", rich_help_panel=_MODEL
         ),
     ] = 1,
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a step, as shark-serve will take them: of long ones the workspace is "
+            "large.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = PREFILL_TOKENS,
     compile_target: flags.Target = None,
     gpu: flags.Gpu = None,
     tp: Annotated[
@@ -58,8 +67,12 @@ def plan(
 ) -> None:
     """Show for each tp what a rank needs and how many KV tokens remain, from config.json alone."""
     flags.check_choice("--dtype", dtype, flags.DTYPES)
-    if max_num_seqs < 1:
-        raise UsageError(f"--max-num-seqs is {max_num_seqs}; it must be at least 1")
+    for flag, value in (
+        ("--max-num-seqs", max_num_seqs),
+        ("--max-num-batched-tokens", max_num_batched_tokens),
+    ):
+        if value < 1:
+            raise UsageError(f"{flag} is {value}; it must be at least 1")
     require_compile_packages()
     # Imported here, so that --help and a wrong flag answer at once.
     from rich.console import Console
@@ -67,6 +80,7 @@ def plan(
     from shark_llm.cli.plan_text import PlanReport, print_report, report_to_dict
     from shark_llm.compile.targets import HOST, get_target
     from shark_llm.compile.workspace import built_workspace
+    from shark_llm.compile.workspace_estimate import ModuleShape
     from shark_llm.hub import HubSettings, fetch_metadata, parse_model
     from shark_llm.planner import choose_max_model_len, device_memory, plan_memory
     from shark_llm.sharding.plan import plan_ranks
@@ -82,7 +96,11 @@ def plan(
     workspace = None
     if dev_artifacts_dir is not None:
         workspace = built_workspace(
-            dev_artifacts_dir, model=metadata.name, target=target.name, context_tokens=length
+            dev_artifacts_dir,
+            model=metadata.name,
+            target=target.name,
+            context_tokens=length,
+            prefill_tokens=max_num_batched_tokens,
         )
     report = PlanReport(
         name=metadata.name,
@@ -91,6 +109,7 @@ def plan(
         device=device,
         dtype=chosen,
         max_model_len=length,
+        step_tokens=max_num_batched_tokens,
         memory=plan_memory(
             config,
             memory_bytes=device.num_bytes,
@@ -99,6 +118,9 @@ def plan(
             kv_dtype=chosen,
             max_model_len=length,
             max_num_seqs=max_num_seqs,
+            module=ModuleShape(
+                attention_form=target.attention_form, prefill_tokens=max_num_batched_tokens
+            ),
             workspace=workspace,
         ),
         ranks=ranks,

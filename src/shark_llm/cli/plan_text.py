@@ -25,6 +25,8 @@ class PlanReport:
     dtype: str
     """Of weights and KV cache."""
     max_model_len: int
+    step_tokens: int
+    """Of the steps that the workspace is for."""
     memory: MemoryPlan
     ranks: tuple[RankShape, ...] | None
     """At the tp that is to be shown rank by rank."""
@@ -57,6 +59,7 @@ def report_to_dict(report: PlanReport) -> dict[str, Any]:
         "kv_dtype": report.dtype,
         "max_model_len": report.max_model_len,
         "max_num_seqs": memory.max_num_seqs,
+        "max_num_batched_tokens": report.step_tokens,
         "lower_bound": memory.lower_bound,
         "splits": [_split_to_dict(split, config) for split in memory.splits],
         "notes": list(report.notes),
@@ -78,6 +81,7 @@ def _split_to_dict(split: TpMemory, config: ModelConfig) -> dict[str, Any]:
         "fits": split.fits,
         "kv_tokens": split.kv_tokens,
         "kv_tokens_needed": split.kv_tokens_needed,
+        "longest_len": split.longest_len,
         "workspace_is_estimate": split.workspace_is_estimate,
         "ranks": [
             asdict(rank)
@@ -116,7 +120,8 @@ def _head(report: PlanReport) -> Iterator[str]:
     seqs = memory.max_num_seqs
     yield (
         f"it fits when {seqs} sequence{'s' if seqs > 1 else ''} of {report.max_model_len} tokens "
-        f"{'have' if seqs > 1 else 'has'} room; sizes are of the fullest rank"
+        f"{'have' if seqs > 1 else 'has'} room beside steps of {report.step_tokens} tokens; sizes "
+        "are of the fullest rank"
     )
     yield ""
 
@@ -140,11 +145,10 @@ def _tail(report: PlanReport) -> Iterator[str]:
     if memory.lower_bound is not None:
         yield f"the least tp that fits is {memory.lower_bound}"
         return
-    best = max(memory.splits, key=lambda split: split.kv_tokens)
-    longest = best.kv_tokens // memory.max_num_seqs
+    best = max(memory.splits, key=lambda split: split.longest_len)
     yield (
-        f"no tp fits; tp {best.tp} would with --max-model-len {longest}"
-        if longest
+        f"no tp fits; tp {best.tp} would with --max-model-len {best.longest_len}"
+        if best.longest_len
         else "no tp fits, whatever the length: use devices with more memory"
     )
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from shark_llm.compile.dev_directory import read_report
 from shark_llm.errors import CompileError, UsageError
 
-PREFILL_TOKENS = 2048
-"""Of a step: what a server takes at once by default."""
+PREFILL_TOKENS = 512
+"""Of a step: what a server takes at once by default, its --max-num-batched-tokens."""
 
 _FUNCTION = re.compile(
     r"  util\.func (?:public|private) @\"?(?P<name>[\w.$]+)\"?\((?P<args>[^)]*)\)"
@@ -96,7 +96,12 @@ def module_workspace(
 
 
 def built_workspace(
-    dev_dir: Path, *, model: str, target: str, context_tokens: int
+    dev_dir: Path,
+    *,
+    model: str,
+    target: str,
+    context_tokens: int,
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> dict[int, tuple[int, ...]]:
     """{tp: bytes of each rank} for the module of a build: of its entry point that needs most.
 
@@ -127,6 +132,7 @@ def built_workspace(
         tp,
         context_tokens=context_tokens,
         page_size=int(settings["page_size"]),
+        prefill_tokens=prefill_tokens,
     )
     return {tp: tuple(max(of[rank] for of in entries.values()) for rank in range(tp))}
 

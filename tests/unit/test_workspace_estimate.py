@@ -1,0 +1,76 @@
+"""compile/workspace_estimate.py: near what modules of published shapes were found to allocate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shark_llm.compile.workspace import PREFILL_TOKENS
+from shark_llm.compile.workspace_estimate import ModuleShape, estimate_workspace
+from shark_llm.engine.settings import EngineSettings
+from shark_llm.model.config import ModelConfig, config_from_hf
+from shark_llm.model.llama import AttentionForm
+from shark_llm.sharding.plan import plan_ranks
+
+CONFIGS = Path(__file__).parents[1] / "published_configs"
+LLAMA_8B, SMOLLM2 = "meta-llama--Llama-3.1-8B", "HuggingFaceTB--SmolLM2-135M"
+
+
+def config(name: str) -> ModelConfig:
+    return config_from_hf(json.loads((CONFIGS / f"{name}.json").read_text()))
+
+
+def estimate(
+    name: str, tp: int, form: AttentionForm, step: int, context: int, dtype: str = "bf16"
+) -> int:
+    of = config(name)
+    module = ModuleShape(attention_form=form, prefill_tokens=step)
+    return max(
+        estimate_workspace(of, rank, tp=tp, dtype=dtype, context_tokens=context, module=module)
+        for rank in plan_ranks(of, tp)
+    )
+
+
+def test_a_step_is_what_a_server_takes_by_default() -> None:
+    assert EngineSettings.max_num_batched_tokens == PREFILL_TOKENS
+
+
+MEASURED = [
+    (LLAMA_8B, 1, "fused", 2048, 8192, "bf16", 1004),
+    (LLAMA_8B, 1, "fused", 2048, 131072, "bf16", 9813),
+    (LLAMA_8B, 2, "fused", 512, 8192, "bf16", 536),
+    (LLAMA_8B, 2, "fused", 2048, 8192, "bf16", 831),
+    (LLAMA_8B, 2, "fused", 2048, 131072, "bf16", 5340),
+    (LLAMA_8B, 8, "fused", 512, 8192, "bf16", 931),
+    (LLAMA_8B, 8, "fused", 2048, 8192, "bf16", 1788),
+    (LLAMA_8B, 8, "fused", 2048, 131072, "bf16", 3361),
+    (LLAMA_8B, 1, "matmul", 512, 8192, "bf16", 1852),
+    (LLAMA_8B, 1, "matmul", 2048, 8192, "bf16", 7302),
+    (SMOLLM2, 1, "matmul", 128, 2048, "f32", 49),
+    (SMOLLM2, 2, "matmul", 512, 8192, "bf16", 342),
+    (SMOLLM2, 3, "matmul", 2048, 131072, "bf16", 13430),
+]
+"""Megabytes of the fullest rank as `module_workspace` read them from modules of 2 to 4 layers, with
+all default entry points, for gfx942 and for CPUs (IREE 3.13)."""
+
+
+@pytest.mark.parametrize(("name", "tp", "form", "step", "context", "dtype", "megabytes"), MEASURED)
+def test_it_is_near_what_was_measured(
+    name: str,
+    tp: int,
+    form: AttentionForm,
+    step: int,
+    context: int,
+    dtype: str,
+    megabytes: int,
+) -> None:
+    assert 0.9 < estimate(name, tp, form, step, context, dtype) / (megabytes * 1e6) < 1.5
+
+
+def test_longer_contexts_and_steps_need_more() -> None:
+    sizes = [estimate(LLAMA_8B, 2, "fused", step, 131072) for step in (512, 1024, 2048)]
+    assert sizes == sorted(set(sizes))
+    sizes = [estimate(LLAMA_8B, 2, "matmul", 512, context) for context in (512, 4096, 131072)]
+    assert sizes == sorted(set(sizes))
