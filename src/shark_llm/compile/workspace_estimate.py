@@ -106,9 +106,7 @@ class _Estimate:
         keys = self._keys() + self.context * heads if self.is_fused else 3 * self._keys()
         scores = 0 if self.is_fused else self.context * 4 * 4 * heads
         logits = 2 * 4 * self.config.vocab_size
-        return rows * (logits + self._states()) + max(
-            rows * (keys + scores), self._head_copies(rows)
-        )
+        return rows * (logits + self._states() + keys + scores)
 
     def _keys(self) -> int:
         """Of the gathered pages of one row in one cache."""
@@ -121,11 +119,3 @@ class _Estimate:
             return 4 * (attention + (6 * self.tp + 2) * self.config.hidden_size)
         hidden = (3 if self.is_fused else 15) * self.config.hidden_size
         return 4 * (attention + hidden + 2 * self.rank.intermediate_size)
-
-    def _head_copies(self, rows: int) -> int:
-        """Of the output matrix: decode of several rows copies it, and those of the other ranks may
-        all be copied to the first."""
-        if not self.is_fused or self.tp == 1 or rows == 1:
-            return 0
-        whole = self.rank.vocab_size * self.config.hidden_size * self.itemsize
-        return whole * (self.tp - 1 if self.rank.rank == 0 else 1)

@@ -362,7 +362,9 @@ class _Composer:
         for rank, of_rank in enumerate(fragments):
             # Norm first, on all rows: it has the fragment's shape; the rows that count are few.
             x = self.operations.norm(body, of_rank, hidden[rank], "output_norm", rank)
-            (last,) = body.call(of_rank.last_rows, (x, *lengths[rank]), ((),))
+            last = x  # a decoded row is one token
+            if entry.phase == "prefill":
+                (last,) = body.call(of_rank.last_rows, (x, *lengths[rank]), ((),))
             part = self.operations.linear(body, last, output, rank)
             parts.append(part if rank == 0 else body.transfer(part, 0))
         if len(parts) == 1:
