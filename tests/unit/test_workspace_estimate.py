@@ -40,10 +40,10 @@ def test_a_step_is_what_a_server_takes_by_default() -> None:
 MEASURED = [
     (LLAMA_8B, 1, "fused", 2048, 8192, "bf16", 1004),
     (LLAMA_8B, 1, "fused", 2048, 131072, "bf16", 9813),
-    (LLAMA_8B, 2, "fused", 512, 8192, "bf16", 536),
+    (LLAMA_8B, 2, "fused", 512, 8192, "bf16", 215),
     (LLAMA_8B, 2, "fused", 2048, 8192, "bf16", 831),
     (LLAMA_8B, 2, "fused", 2048, 131072, "bf16", 5340),
-    (LLAMA_8B, 8, "fused", 512, 8192, "bf16", 931),
+    (LLAMA_8B, 8, "fused", 512, 8192, "bf16", 463),
     (LLAMA_8B, 8, "fused", 2048, 8192, "bf16", 1788),
     (LLAMA_8B, 8, "fused", 2048, 131072, "bf16", 3361),
     (LLAMA_8B, 1, "matmul", 512, 8192, "bf16", 1852),
