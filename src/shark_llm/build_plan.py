@@ -17,11 +17,11 @@ from typing import Literal
 
 from shark_llm import __version__
 from shark_llm.artifacts.irpa import archive_name, archive_ranks
-from shark_llm.artifacts.manifest import Manifest, Placement, Source, Target
+from shark_llm.artifacts.manifest import Manifest, Placement, Source, Target, WeightsDtype
 from shark_llm.artifacts.stage_cache import CachePolicy, Note, StageCache, cache_root
 from shark_llm.checkpoint.aux_files import eos_token_ids, read_aux_files
 from shark_llm.checkpoint.config_only import ConfigOnlyCheckpoint
-from shark_llm.checkpoint.fp8 import read_scheme
+from shark_llm.checkpoint.fp8 import FP8, read_scheme
 from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.checkpoint.source import Checkpoint
 from shark_llm.compile.dev_directory import check_replaceable
@@ -62,6 +62,8 @@ class BuildSettings:
     tp: int = 1
     dtype: DtypeChoice = "auto"
     """auto: the checkpoint's own dtype; bf16 for quantized checkpoints."""
+    weights_dtype: WeightsDtype | None = None
+    """What matrices are quantized to; None: they are of `dtype`."""
     weights: WeightsChoice = "checkpoint"
     """dummy: from config.json alone, every weight being the same number."""
     page_size: int = ExportSettings.page_size
@@ -72,7 +74,7 @@ class BuildSettings:
     extra_compile_args: tuple[str, ...] = ()
     save_intermediates: bool = False
     force: bool = False
-    """Build what does not fit its GPU."""
+    """Build what does not fit its GPU, and quantize what is quantized already."""
     verify: bool = True
     """Run the golden check where the target can run."""
     cache_dir: Path | None = None
@@ -150,7 +152,7 @@ class BuildPlan:
 
 def check_settings(settings: BuildSettings) -> CompileTarget:
     """Refuse what is wrong whatever the model is; returns the target's row. Raises UsageError."""
-    target = get_target(settings.target)
+    target = get_target(settings.target, quantized=settings.weights_dtype is not None)
     device_memory(target, settings.gpu)
     _export_settings(settings, "f32")
     if settings.save_intermediates and settings.dev_dir is None:
@@ -209,7 +211,8 @@ def make_plan(
             f"({metadata.missing_bytes / 1e6:.0f} MB): --dry-run can only plan what is in the cache"
         )
     dtype = _dtype(settings.dtype, checkpoint, config, metadata.path)
-    placements = plan_parameters(config, settings.tp)
+    weights_dtype = settings.weights_dtype
+    placements = plan_parameters(config, settings.tp, quantized=weights_dtype is not None)
     length = choose_max_model_len(settings.max_model_len, config)
     device = device_memory(target, settings.gpu)
     dummy = settings.weights == "dummy"
@@ -223,11 +226,16 @@ def make_plan(
         export=_export_settings(settings, dtype),
         plan=placements,
         max_model_len=length,
-        file_bytes=required_bytes(config, tp=settings.tp, dtype=dtype, dummy=dummy),
+        file_bytes=required_bytes(
+            config, tp=settings.tp, dtype=dtype, weights_dtype=weights_dtype, dummy=dummy
+        ),
         from_hub=isinstance(metadata.location, HubModel),
         fetch_bytes=0 if dummy else metadata.missing_bytes,
         checkpoint=checkpoint,
-        notes=_check_memory(settings, config, device, dtype=dtype, max_model_len=length),
+        notes=(
+            *_check_quantized_once(settings, metadata, checkpoint),
+            *_check_memory(settings, config, device, dtype=dtype, max_model_len=length),
+        ),
     )
 
 
@@ -240,6 +248,7 @@ def expected_manifest(plan: BuildPlan, digest: str) -> Manifest:
         config=config_to_dict(config),
         weights=plan.settings.weights,
         dtype=plan.export.dtype,
+        weights_dtype=plan.settings.weights_dtype,
         kv_dtype=plan.export.dtype,
         tp=tp,
         plan=plan.plan,
@@ -311,6 +320,31 @@ def _dtype(
     return "bf16" if path.suffix == ".gguf" and own == "float32" else _DTYPE_NAMES[own]
 
 
+def _check_quantized_once(
+    settings: BuildSettings, metadata: Metadata, checkpoint: Checkpoint | None
+) -> tuple[str, ...]:
+    """Refuse to round weights a second time; when forced, the refusal is a note."""
+    if settings.weights_dtype is None or settings.weights == "dummy":
+        return ()
+    if checkpoint is not None:
+        held = checkpoint.quantized_as
+    else:  # a GGUF file on the hub was refused before
+        assert metadata.config is not None
+        held = None if read_scheme(metadata.config)[1] is None else FP8
+    if held is None:
+        return ()
+    what = (
+        f"{metadata.name} is quantized already ({held}): --weights-dtype {settings.weights_dtype} "
+        "would round its weights a second time"
+    )
+    if not settings.force:
+        raise UsageError(
+            f"{what}; build from the unquantized model, or leave the flag away; --force builds it "
+            "all the same"
+        )
+    return (f"forced: {what}",)
+
+
 def _check_memory(
     settings: BuildSettings,
     config: ModelConfig,
@@ -326,7 +360,14 @@ def _check_memory(
     if device.is_shared:
         return ()
     try:
-        check_capacity(config, device, tp=settings.tp, dtype=dtype, max_model_len=max_model_len)
+        check_capacity(
+            config,
+            device,
+            tp=settings.tp,
+            dtype=dtype,
+            weights_dtype=settings.weights_dtype,
+            max_model_len=max_model_len,
+        )
     except CapacityError as error:
         if not settings.force:
             raise CapacityError(f"{error}; --force builds it all the same") from error

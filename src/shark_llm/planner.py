@@ -21,6 +21,7 @@ from functools import partial
 from types import MappingProxyType
 
 from shark_llm.artifacts.irpa import DTYPE_BYTES
+from shark_llm.artifacts.manifest import WeightsDtype
 from shark_llm.compile.targets import CompileTarget
 from shark_llm.compile.workspace import PREFILL_TOKENS
 from shark_llm.errors import CapacityError, UsageError
@@ -165,6 +166,7 @@ def plan_memory(
     memory_bytes: int,
     is_shared: bool = False,
     dtype: str,
+    weights_dtype: WeightsDtype | None = None,
     kv_dtype: str,
     tps: Iterable[int] | None = None,
     max_model_len: int | None = None,
@@ -191,15 +193,15 @@ def plan_memory(
     needed = (max_model_len or config.max_position_embeddings) * max_num_seqs
     splits = []
     for tp in sorted(supported_tps(config) if tps is None else tps):
-        plan = plan_parameters(config, tp)
+        plan = plan_parameters(config, tp, quantized=weights_dtype is not None)
         measured = (workspace or {}).get(tp)
         needs = []
         for shape in plan_ranks(config, tp):
-            parameters = local_parameters(config, plan, shape.rank).values()
+            parameters = local_parameters(config, plan, shape.rank, dtype).values()
             needs.append(
                 RankMemory(
                     rank=shape.rank,
-                    weight_bytes=sum(math.prod(p.shape) for p in parameters) * DTYPE_BYTES[dtype],
+                    weight_bytes=sum(math.prod(p.shape) * DTYPE_BYTES[p.dtype] for p in parameters),
                     workspace_bytes=estimate_workspace(
                         config, shape, tp=tp, tokens=prefill_tokens, dtype=dtype
                     )
@@ -280,11 +282,12 @@ def check_capacity(
     *,
     tp: int,
     dtype: str,
+    weights_dtype: WeightsDtype | None = None,
     max_model_len: int,
 ) -> None:
     """Raise CapacityError unless one sequence of `max_model_len` tokens has room at `tp`.
 
-    The weights and the KV cache are of `dtype`.
+    The KV cache is of `dtype`, and so are the weights unless `weights_dtype` says otherwise.
     """
     ask = partial(
         plan_memory,
@@ -292,6 +295,7 @@ def check_capacity(
         memory_bytes=device.num_bytes,
         is_shared=device.is_shared,
         dtype=dtype,
+        weights_dtype=weights_dtype,
         kv_dtype=dtype,
         max_model_len=max_model_len,
     )
@@ -301,10 +305,16 @@ def check_capacity(
 
 
 def required_bytes(
-    config: ModelConfig, *, tp: int, dtype: str, dummy: bool = False
+    config: ModelConfig,
+    *,
+    tp: int,
+    dtype: str,
+    weights_dtype: WeightsDtype | None = None,
+    dummy: bool = False,
 ) -> dict[str, int]:
     """Bytes of every parameter archive by file name, exact to the byte; for --dry-run and the disk.
 
     The module's size is known only after compiling: keep MODULE_ALLOWANCE free beside these.
     """
-    return archive_sizes(config, plan_parameters(config, tp), tp=tp, dtype=dtype, dummy=dummy)
+    plan = plan_parameters(config, tp, quantized=weights_dtype is not None)
+    return archive_sizes(config, plan, tp=tp, dtype=dtype, dummy=dummy)

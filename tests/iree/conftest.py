@@ -55,6 +55,25 @@ BUNDLES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "f32",
         {"tp": 8, "batch_sizes_prefill": (2,), "batch_sizes_decode": (2,)},
     ),
+    "int8": (
+        tiny_config(**WIDE_HEADS_BIASES_YARN),
+        "bf16",
+        {
+            "weights_dtype": "int8",
+            "batch_sizes_prefill": (1, 3),
+            "batch_sizes_decode": (1, 3),
+        },
+    ),
+    "int8_tp3": (  # 251 vocab rows do not fill a rank's tiles
+        tiny_config(attention_bias=True, mlp_bias=True, vocab_size=251),
+        "f32",
+        {
+            "weights_dtype": "int8",
+            "tp": 3,
+            "batch_sizes_prefill": (2,),
+            "batch_sizes_decode": (2,),
+        },
+    ),
     "shared": (  # chunks of 4, 4 and 1 layers, as for GPUs: the first two are one function
         tiny_config(num_hidden_layers=9),
         "f32",

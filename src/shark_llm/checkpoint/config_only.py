@@ -67,6 +67,10 @@ class ConfigOnlyCheckpoint:
         return torch.full((stop - start, *rest), DUMMY_VALUE, dtype=info.dtype)
 
     @property
+    def quantized_as(self) -> str | None:
+        return None  # all its weights are one number
+
+    @property
     def weight_paths(self) -> tuple[Path, ...]:
         return (self._path,)
 

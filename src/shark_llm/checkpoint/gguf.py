@@ -152,6 +152,11 @@ class GgufCheckpoint:
         return self._rows(tensor, first, last)[wanted - within - first + 2 * pair + half]
 
     @property
+    def quantized_as(self) -> str | None:
+        kinds = {tensor.kind.name for tensor in self._tensors.values() if tensor.kind in QUANTIZED}
+        return ", ".join(sorted(kinds)) or None
+
+    @property
     def weight_paths(self) -> tuple[Path, ...]:
         return (self._path,)
 

@@ -13,6 +13,10 @@ Two forms, chosen per target:
              instructions for, and what the compiler's data tiling packs itself on CPUs with bf16
              arithmetic.
 
+Quantized weights are i8, each row with an f32 scale of its own: they are widened inside the product
+(plain: to the dtype of the operands, in which whole numbers up to 127 are exact), and its result is
+multiplied by the scales.
+
 Legend: M rows of activations, K columns, N rows of a weight, I columns of the MLP, H hidden size.
 """
 
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shark_llm.export.packed import LinearForm, PackedProducts
+from shark_llm.export.packed import LinearForm, PackedProducts, Tiles
 
 
 @dataclass
@@ -29,25 +33,30 @@ class LinearLibrary:
 
     form: LinearForm
     dtype: str
+    """Of biases, of weights that are not quantized, and of the operands of plain products."""
+    quantized: bool = False
+    """Weights are i8 and have scales."""
     functions: dict[str, str] = field(default_factory=dict)
 
     @property
     def packed(self) -> PackedProducts:
         """Writes the products in tiles."""
-        return PackedProducts(form=self.form, dtype=self.dtype)
+        return PackedProducts(form=self.form, dtype="i8" if self.quantized else self.dtype)
 
     def function(self, m: int | None, k: int, n: int, *, bias: bool) -> str:
         """The symbol of a product with `m` rows (None: dynamic), written on first use.
 
-        Arguments x (M, K), weight (N, K) and, with `bias`, bias (N); result (M, N).
+        Arguments x (M, K), weight (N, K), its scale (N) where weights are quantized and, with
+        `bias`, bias (N); result (M, N).
         """
         name = f"linear.{_rows_name(m)}x{k}x{n}{'.bias' if bias else ''}"
         if name not in self.functions:
-            lines = self._product(m, k, n, "%x", "%w", "%y")
+            lines = self._product(m, k, n, "%x", "%w", "%y", scale="%scale")
             if bias:
                 lines += self._add_bias(m, n, "%y", "%bias", "%sum")
             arguments = [f"%w: {self.packed.tensor(n, k)}"]
-            arguments += [f"%bias: {self.packed.tensor(n)}"] if bias else []
+            arguments += [f"%scale: tensor<{n}xf32>"] if self.quantized else []
+            arguments += [f"%bias: {self._bias(n)}"] if bias else []
             self._write(name, m, k, n, arguments, lines, "%sum" if bias else "%y")
         return name
 
@@ -56,8 +65,8 @@ class LinearLibrary:
     ) -> str:
         """The symbol of down(silu(gate(x)) * up(x)), written on first use. Source: LlamaMLP.
 
-        Arguments x (M, H), the weights of gate (I, H), up (I, H) and down (H, I), then the biases
-        that there are, in the same order; result (M, H).
+        Arguments x (M, H), the weights of gate (I, H), up (I, H) and down (H, I), then their scales
+        where they are quantized and the biases that there are, in the same order; result (M, H).
         """
         present = {"g": gate_bias, "u": up_bias, "d": down_bias}
         biases = [f"b{key}" for key, is_there in present.items() if is_there]
@@ -68,14 +77,18 @@ class LinearLibrary:
             f"%wg: {self.packed.tensor(i, h)}",
             f"%wu: {self.packed.tensor(i, h)}",
             f"%wd: {self.packed.tensor(h, i)}",
-            *(f"%{b}: {self.packed.tensor(h if b == 'bd' else i)}" for b in biases),
+            *(
+                f"%s{key}: tensor<{h if key == 'd' else i}xf32>"
+                for key in ("gud" if self.quantized else "")
+            ),
+            *(f"%{b}: {self._bias(h if b == 'bd' else i)}" for b in biases),
         ]
         if self.form.form == "packed" and i % self.form.tile_n == 0:
             lines = self._packed_mlp(m, h, i, gate_bias=gate_bias, up_bias=up_bias)
         else:
             lines = []
             for key in ("g", "u"):
-                lines += self._product(m, h, i, "%x", f"%w{key}", f"%{key}_sum")
+                lines += self._product(m, h, i, "%x", f"%w{key}", f"%{key}_sum", scale=f"%s{key}")
                 lines += (
                     self._add_bias(m, i, f"%{key}_sum", f"%b{key}", f"%{key}_all")
                     if present[key]
@@ -84,7 +97,7 @@ class LinearLibrary:
             g, u = (f"%{key}_all" if present[key] else f"%{key}_sum" for key in ("g", "u"))
             tiles = self.packed.tiles(m)
             lines += self._gate(f"tensor<{tiles.rows}x{i}xf32>", tiles.size_rows, 2, g, u, "%m")
-            lines += self._product(m, i, h, "%m", "%wd", "%y")
+            lines += self._product(m, i, h, "%m", "%wd", "%y", scale="%sd")
         if down_bias:
             lines += self._add_bias(m, h, "%y", "%bd", "%sum")
         self._write(name, m, h, h, arguments, lines, "%sum" if down_bias else "%y")
@@ -106,7 +119,9 @@ class LinearLibrary:
             "%c0 = arith.constant 0 : index",
             "%zero = arith.constant 0.0 : f32",
             "%one = arith.constant 1.0 : f32",
-            f"%zero_w = arith.constant 0.0 : {self.dtype}",
+            "%zero_w = arith.constant 0 : i8"
+            if self.quantized
+            else f"%zero_w = arith.constant 0.0 : {self.dtype}",
             f"%rows = tensor.dim %x, %c0 : {x}",
             f"%tile_m = arith.constant {tiles.tile} : index",
             "%tiles_m = arith.ceildivui %rows, %tile_m : index",
@@ -120,17 +135,28 @@ class LinearLibrary:
             ]
         )
 
-    def _product(self, m: int | None, k: int, n: int, x: str, w: str, y: str) -> list[str]:
+    def _product(
+        self, m: int | None, k: int, n: int, x: str, w: str, y: str, *, scale: str
+    ) -> list[str]:
+        """`scale` is read only where weights are quantized."""
         if self.form.form == "plain":
-            return self._plain_product(m, k, n, x, w, y)
+            return self._plain_product(m, k, n, x, w, y, scale)
         tiles = self.packed.tiles(m)
-        stem = y.removeprefix("%")
         return [
-            *self.packed.pack_rows(tiles, k, x, f"%{stem}_x"),
-            *self.packed.pack_weight(k, n, w, f"%{stem}_w"),
-            *self.packed.product(tiles, k, n, f"%{stem}_x", f"%{stem}_w", f"%{stem}_packed"),
-            *self.packed.unpack(tiles, n, f"%{stem}_packed", y),
+            *self.packed.pack_rows(tiles, k, x, f"{y}_x"),
+            *self.packed.pack_weight(k, n, w, f"{y}_w"),
+            *self._packed_product(tiles, k, n, (f"{y}_x", f"{y}_w", scale), f"{y}_packed"),
+            *self.packed.unpack(tiles, n, f"{y}_packed", y),
         ]
+
+    def _packed_product(
+        self, tiles: Tiles, k: int, n: int, operands: tuple[str, str, str], y: str
+    ) -> list[str]:
+        """operands: packed rows, packed weight, and its scale."""
+        x, w, scale = operands
+        if self.quantized:
+            return self.packed.scaled_product(tiles, k, n, x, w, scale, y)
+        return self.packed.product(tiles, k, n, x, w, y)
 
     def _packed_mlp(
         self, m: int | None, h: int, i: int, *, gate_bias: bool, up_bias: bool
@@ -146,15 +172,16 @@ class LinearLibrary:
         lines = self.packed.pack_rows(tiles, h, "%x", "%x_packed")
         for key in ("g", "u"):
             lines += self.packed.pack_weight(h, i, f"%w{key}", f"%w{key}_packed")
-            lines += self.packed.product(tiles, h, i, "%x_packed", f"%w{key}_packed", f"%{key}")
+            gate_or_up = ("%x_packed", f"%w{key}_packed", f"%s{key}")
+            lines += self._packed_product(tiles, h, i, gate_or_up, f"%{key}")
         operands = {}
         for key, has_bias in (("g", gate_bias), ("u", up_bias)):
             operands[key] = f"%{key}_all" if has_bias else f"%{key}"
             if has_bias:
-                by_tile = self.packed.tensor(i // tile_n, tile_n)
+                by_tile = self._bias(i // tile_n, tile_n)
                 lines += [
                     f"%b{key}_tiles = tensor.expand_shape %b{key} [[0, 1]] output_shape "
-                    f"[{i // tile_n}, {tile_n}] : {self.packed.tensor(i)} into {by_tile}",
+                    f"[{i // tile_n}, {tile_n}] : {self._bias(i)} into {by_tile}",
                     *self._sum(
                         half,
                         tiles.size_tiles,
@@ -169,11 +196,13 @@ class LinearLibrary:
             *lines,
             *self.packed.columns_to_rows(tiles, i, "%m", "%m_packed"),
             *self.packed.pack_weight(i, h, "%wd", "%wd_packed"),
-            *self.packed.product(tiles, i, h, "%m_packed", "%wd_packed", "%y_packed"),
+            *self._packed_product(tiles, i, h, ("%m_packed", "%wd_packed", "%sd"), "%y_packed"),
             *self.packed.unpack(tiles, h, "%y_packed", "%y"),
         ]
 
-    def _plain_product(self, m: int | None, k: int, n: int, x: str, w: str, y: str) -> list[str]:
+    def _plain_product(
+        self, m: int | None, k: int, n: int, x: str, w: str, y: str, scale: str
+    ) -> list[str]:
         tiles = self.packed.tiles(m)
         result = f"tensor<{tiles.rows}x{n}xf32>"
         lines = [
@@ -194,13 +223,39 @@ class LinearLibrary:
                 f"  linalg.yield %t : {self.dtype}",
                 f"}} -> {narrow}",
             ]
-        x_type, w_type = f"tensor<{tiles.rows}x{k}x{self.dtype}>", self.packed.tensor(n, k)
-        return [
-            *lines,
-            f"{y} = linalg.matmul indexing_maps = [affine_map<(m, n, k) -> (m, k)>, "
+        x_type, w_type = f"tensor<{tiles.rows}x{k}x{self.dtype}>", f"tensor<{n}x{k}x{self.dtype}>"
+        product = y
+        if self.quantized:
+            product = f"{y}_whole"
+            lines += [
+                f"{y}_wide_empty = tensor.empty() : {w_type}",
+                f"{y}_wide = linalg.generic {{indexing_maps = [{_ROWS}, {_ROWS}], "
+                f'iterator_types = ["parallel", "parallel"]}} '
+                f"ins({w} : {self.packed.tensor(n, k)}) outs({y}_wide_empty : {w_type}) {{",
+                f"^bb0(%in: i8, %out: {self.dtype}):",
+                f"  %t = arith.sitofp %in : i8 to {self.dtype}",
+                f"  linalg.yield %t : {self.dtype}",
+                f"}} -> {w_type}",
+            ]
+        lines += [
+            f"{product} = linalg.matmul indexing_maps = [affine_map<(m, n, k) -> (m, k)>, "
             f"affine_map<(m, n, k) -> (n, k)>, affine_map<(m, n, k) -> (m, n)>] "
-            f"ins({operand}, {w} : {x_type}, {w_type}) outs({y}_zero : {result}) -> {result}",
+            f"ins({operand}, {f'{y}_wide' if self.quantized else w} : {x_type}, {w_type}) "
+            f"outs({y}_zero : {result}) -> {result}",
         ]
+        if self.quantized:
+            lines += [
+                f"{y}_scaled_empty = tensor.empty({tiles.size_rows}) : {result}",
+                f"{y} = linalg.generic {{indexing_maps = [{_ROWS}, affine_map<(m, n) -> (n)>, "
+                f'{_ROWS}], iterator_types = ["parallel", "parallel"]}} '
+                f"ins({product}, {scale} : {result}, tensor<{n}xf32>) "
+                f"outs({y}_scaled_empty : {result}) {{",
+                "^bb0(%in: f32, %by: f32, %out: f32):",
+                "  %t = arith.mulf %in, %by : f32",
+                "  linalg.yield %t : f32",
+                f"}} -> {result}",
+            ]
+        return lines
 
     def _gate(self, tensor: str, sizes: str, rank: int, g: str, u: str, result: str) -> list[str]:
         """silu(g) * u = g / (1 + exp(-g)) * u, element by element: `llama.gate`."""
@@ -225,7 +280,11 @@ class LinearLibrary:
         tensor = f"tensor<{tiles.rows}x{n}xf32>"
         names = (y, bias, result)
         map_of_bias = "affine_map<(a, b) -> (b)>"
-        return self._sum(tensor, tiles.size_rows, map_of_bias, self.packed.tensor(n), 2, names)
+        return self._sum(tensor, tiles.size_rows, map_of_bias, self._bias(n), 2, names)
+
+    def _bias(self, *dims: int) -> str:
+        """The type of a bias in that shape."""
+        return f"tensor<{''.join(f'{d}x' for d in dims)}{self.dtype}>"
 
     def _sum(
         self,

@@ -4,7 +4,11 @@ The operands are packed so that a tile of results stays in registers over the wh
 
     rows     (M, K)   -> (M/tile, K, tile, 1)            f32
     weight   (N, K)   -> (N/tile_n, K, tile_n, 1)        its own dtype, widened in registers
+    scale    (N)      -> (N/tile_n, tile_n)              f32, of i8 weights: one for each row
     result               (M/tile, N/tile_n, tile, tile_n) f32
+
+A scale is multiplied by once for each result, not once for each weight: the sum over K is of whole
+numbers times activations.
 
 Legend: M rows of activations, K columns, N rows of a weight.
 """
@@ -110,6 +114,48 @@ class PackedProducts:
             f"inner_tiles = [{tile_n}, 1] into {result}_empty : {plain} -> {packed}",
         ]
 
+    @property
+    def widening(self) -> list[str]:
+        """From an element %in_w of a weight to %wide, an f32; nothing where it is one."""
+        if self.dtype == "f32":
+            return []
+        operation = "sitofp" if self.dtype == "i8" else "extf"
+        return [f"  %wide = arith.{operation} %in_w : {self.dtype} to f32"]
+
+    def scaled_product(
+        self, tiles: Tiles, k: int, n: int, x: str, w: str, scale: str, result: str
+    ) -> list[str]:
+        """Packed rows times a packed weight, each column of the result by its scale (N)."""
+        tile_n, yp = self.form.tile_n, self.packed_type(tiles, n)
+        plain, by_tile = f"tensor<{n}xf32>", f"tensor<{-(-n // tile_n)}x{tile_n}xf32>"
+        if n % tile_n == 0:
+            pack = [
+                f"{result}_scale = tensor.expand_shape {scale} [[0, 1]] output_shape "
+                f"[{n // tile_n}, {tile_n}] : {plain} into {by_tile}"
+            ]
+        else:
+            pack = [
+                f"{result}_scale_empty = tensor.empty() : {by_tile}",
+                f"{result}_scale = linalg.pack {scale} padding_value(%zero : f32) "
+                f"inner_dims_pos = [0] inner_tiles = [{tile_n}] into {result}_scale_empty : "
+                f"{plain} -> {by_tile}",
+            ]
+        same = "affine_map<(a, b, c, d) -> (a, b, c, d)>"
+        return [
+            *self.product(tiles, k, n, x, w, f"{result}_whole"),
+            *pack,
+            f"{result}_empty = tensor.empty({tiles.size_tiles}) : {yp}",
+            f"{result} = linalg.generic {{indexing_maps = [{same}, "
+            f"affine_map<(a, b, c, d) -> (b, d)>, {same}], iterator_types = "
+            f'["parallel", "parallel", "parallel", "parallel"]}} '
+            f"ins({result}_whole, {result}_scale : {yp}, {by_tile}) "
+            f"outs({result}_empty : {yp}) {{",
+            "^bb0(%in: f32, %by: f32, %out: f32):",
+            "  %product = arith.mulf %in, %by : f32",
+            "  linalg.yield %product : f32",
+            f"}} -> {yp}",
+        ]
+
     def product(self, tiles: Tiles, k: int, n: int, x: str, w: str, result: str) -> list[str]:
         """Packed rows times a packed weight."""
         tile_n = self.form.tile_n
@@ -134,9 +180,7 @@ class PackedProducts:
         grain = side_by_side * max(1, tiles // (side_by_side * _MAX_WORKGROUPS))
         x_flat, y_flat = f"tensor<{k}xf32>", f"tensor<{tiles}x{tile_n}xf32>"
         w_packed, w_flat = self.tensor(tiles, k, tile_n, 1), self.tensor(tiles, k, tile_n)
-        wide, widen = "%in_w", []
-        if self.dtype != "f32":
-            wide, widen = "%wide", [f"  %wide = arith.extf %in_w : {self.dtype} to f32"]
+        wide = "%wide" if self.widening else "%in_w"
         return [
             f"{result}_x = tensor.collapse_shape {x} [[0, 1, 2, 3]] : tensor<1x{k}x1x1xf32> "
             f"into {x_flat}",
@@ -155,7 +199,7 @@ class PackedProducts:
             f"#iree_codegen.translation_info<pipeline = "
             f"#iree_cpu.pipeline<DoubleTilingExpert>>>}} {{",
             f"^bb0(%in_x: f32, %in_w: {self.dtype}, %out: f32):",
-            *widen,
+            *self.widening,
             f"  %product = arith.mulf %in_x, {wide} : f32",
             "  %s = arith.addf %out, %product : f32",
             "  linalg.yield %s : f32",

@@ -3,6 +3,7 @@
 A thread reads the next block of rows while this one is cast, cut and written:
 
     Checkpoint.read -> rows of a parameter, <= 8 MiB -> cast -> each rank's part -> its archive
+                                                     or quantized, and the same with its scales
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from shark_llm.artifacts.manifest import Placement, Replicate
 from shark_llm.checkpoint.source import Checkpoint
 from shark_llm.errors import CheckpointError
 from shark_llm.sharding.archives import archive_entries, identity_of
-from shark_llm.sharding.plan import parameter_key, parameter_shapes
+from shark_llm.sharding.plan import parameter_key, parameter_shapes, scale_name
+from shark_llm.sharding.quantize import quantize
 
 # Below the 32 MiB from which malloc always maps anew, so that memory can be reused between blocks:
 # reading into fresh mappings took three times as long as into a kept buffer.
 BLOCK_BYTES = 8 << 20
 
 TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+STORED_DTYPES = TORCH_DTYPES | {"i8": torch.int8}
 
 Progress = Callable[[int, int], None]
 """Called with (bytes of the checkpoint done, bytes in all)."""
@@ -45,9 +48,10 @@ def write_archives(
 ) -> list[Path]:
     """Write model.irpa and model.rank{r}.irpa into `out_dir` and return their paths.
 
-    `identity` gives model digest, tp and dtype (f32, f16 or bf16); its rank is not read. Every row
-    of the checkpoint is read once. Raises CheckpointError when a finite value has no finite
-    counterpart in the dtype, UsageError for an unknown dtype, CapacityError when the disk is full.
+    `identity` gives model digest, tp and dtype (f32, f16 or bf16); its rank is not read. A plan
+    with scales quantizes. Every row of the checkpoint is read once. Raises CheckpointError when a
+    finite value has no finite counterpart in the dtype, or one that is not finite is to be
+    quantized, UsageError for an unknown dtype, CapacityError when the disk is full.
     """
     config, dtype = checkpoint.config, TORCH_DTYPES.get(identity.dtype)
     entries = archive_entries(config, plan, tp=identity.tp, dtype=identity.dtype)
@@ -71,17 +75,34 @@ def write_archives(
             for rank, of_rank in entries.items()
         }
         for (name, start, _), block in _read_ahead(checkpoint, blocks):
-            cast = _cast(name, block, dtype)
-            placement = plan[name]
-            if isinstance(placement, Replicate):
-                writers[None].write(name, _bytes(cast))
-            else:
-                for rank, part in _parts(cast, start, placement.dim, placement.ranges):
-                    writers[rank].write(parameter_key(name, placement, rank), _bytes(part))
+            for stored, rows in _stored(name, block, plan, dtype):
+                placement = plan[stored]
+                if isinstance(placement, Replicate):
+                    writers[None].write(stored, _bytes(rows))
+                    continue
+                for rank, part in _parts(rows, start, placement.dim, placement.ranges):
+                    writers[rank].write(parameter_key(stored, placement, rank), _bytes(part))
             done += block.nbytes
             if progress is not None:
                 progress(done, total)
     return [writer.path for writer in writers.values()]
+
+
+def _stored(
+    name: str, rows: torch.Tensor, plan: Mapping[str, Placement], dtype: torch.dtype
+) -> list[tuple[str, torch.Tensor]]:
+    """What is stored of some rows of a parameter, by name: themselves, or quantized and scales.
+
+    Scales are of whole rows, whoever will hold which columns.
+    """
+    if scale_name(name) not in plan:
+        return [(name, _cast(name, rows, dtype))]
+    if not rows.isfinite().all():
+        raise CheckpointError(
+            f"{name} has values that are not finite, which int8 cannot hold: repair the checkpoint"
+        )
+    q, scale = quantize(rows)
+    return [(name, q), (scale_name(name), scale)]
 
 
 def merge_parameter(
