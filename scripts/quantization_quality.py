@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -76,15 +76,16 @@ def main() -> None:
         judge = _transformers(directory, lambda weight: weight)
         judged = [judge(ids) for ids in windows]
         print("| weights | perplexity | same first choice | mean KL |\n|---|---|---|---|")
-        print(_score(judge, judged, windows).row("f32"), flush=True)
+        print(_score(judged, judged, windows).row("f32"), flush=True)
         for name, stored in (
             ("bf16", lambda weight: weight.to(torch.bfloat16).float()),
             ("bf16 with int8 weights", _as_int8),
         ):
             gc.collect()
-            print(_score(_transformers(directory, stored), judged, windows).row(name), flush=True)
+            found = map(_transformers(directory, stored), windows)
+            print(_score(found, judged, windows).row(name), flush=True)
         if arguments.model is None and (peer := _llama_cpp(Path(room, "q8_0.gguf"))) is not None:
-            print(_score(peer, judged, windows).row("llama.cpp q8_0"))
+            print(_score(map(peer, windows), judged, windows).row("llama.cpp q8_0"))
 
 
 def _demo_model(directory: Path) -> Path:
@@ -132,10 +133,12 @@ def _llama_cpp(file: Path) -> Logits | None:
     return lambda ids: torch.from_numpy(peer.logits(file, ids))
 
 
-def _score(logits: Logits, judged: list[torch.Tensor], windows: list[list[int]]) -> Score:
+def _score(
+    found: Iterable[torch.Tensor], judged: list[torch.Tensor], windows: list[list[int]]
+) -> Score:
     score = Score()
-    for ids, judge in zip(windows, judged, strict=True):
-        score.add(ids, logits(ids), judge)
+    for ids, logits, judge in zip(windows, found, judged, strict=True):
+        score.add(ids, logits, judge)
     return score
 
 

@@ -333,16 +333,16 @@ def _check_quantized_once(
         held = None if read_scheme(metadata.config)[1] is None else FP8
     if held is None:
         return ()
-    what = (
-        f"{metadata.name} is quantized already ({held}): --weights-dtype {settings.weights_dtype} "
-        "would round its weights a second time"
-    )
     if not settings.force:
         raise UsageError(
-            f"{what}; build from the unquantized model, or leave the flag away; --force builds it "
-            "all the same"
+            f"{metadata.name} is quantized already ({held}): --weights-dtype "
+            f"{settings.weights_dtype} would round its weights a second time; build from the "
+            "unquantized model, or leave the flag away; --force builds it all the same"
         )
-    return (f"forced: {what}",)
+    return (
+        f"forced: {metadata.name} is quantized already ({held}), and its weights are rounded a "
+        "second time",
+    )
 
 
 def _check_memory(
