@@ -145,18 +145,20 @@ class LinearLibrary:
         return [
             *self.packed.pack_rows(tiles, k, x, f"{y}_x"),
             *self.packed.pack_weight(k, n, w, f"{y}_w"),
-            *self._packed_product(tiles, k, n, (f"{y}_x", f"{y}_w", scale), f"{y}_packed"),
-            *self.packed.unpack(tiles, n, f"{y}_packed", y),
+            *self.packed.product(tiles, k, n, f"{y}_x", f"{y}_w", f"{y}_packed"),
+            *self._unpack(m, n, f"{y}_packed", scale, y),
         ]
 
-    def _packed_product(
-        self, tiles: Tiles, k: int, n: int, operands: tuple[str, str, str], y: str
-    ) -> list[str]:
-        """operands: packed rows, packed weight, and its scale."""
-        x, w, scale = operands
-        if self.quantized:
-            return self.packed.scaled_product(tiles, k, n, x, w, scale, y)
-        return self.packed.product(tiles, k, n, x, w, y)
+    def _unpack(self, m: int | None, n: int, packed: str, scale: str, y: str) -> list[str]:
+        """Unpacked first, then scaled: the compiler makes one pass of that, and of one row none but
+        the product's own."""
+        tiles = self.packed.tiles(m)
+        if not self.quantized:
+            return self.packed.unpack(tiles, n, packed, y)
+        return [
+            *self.packed.unpack(tiles, n, packed, f"{y}_whole"),
+            *self._scaled(m, n, f"{y}_whole", scale, y),
+        ]
 
     def _packed_mlp(
         self, m: int | None, h: int, i: int, *, gate_bias: bool, up_bias: bool
@@ -167,37 +169,29 @@ class LinearLibrary:
         Two products, not one of joined weights: the compiler shares a packed weight among entry
         points, but not a joined one.
         """
-        tiles, tile_n = self.packed.tiles(m), self.form.tile_n
+        tiles = self.packed.tiles(m)
         half = self.packed.packed_type(tiles, i)
         lines = self.packed.pack_rows(tiles, h, "%x", "%x_packed")
         for key in ("g", "u"):
             lines += self.packed.pack_weight(h, i, f"%w{key}", f"%w{key}_packed")
-            gate_or_up = ("%x_packed", f"%w{key}_packed", f"%s{key}")
-            lines += self._packed_product(tiles, h, i, gate_or_up, f"%{key}")
+            product = f"%{key}_whole" if self.quantized else f"%{key}"
+            lines += self.packed.product(tiles, h, i, "%x_packed", f"%w{key}_packed", product)
+            if self.quantized:
+                names = (product, f"%s{key}", f"%{key}")
+                lines += self._by_tile("mulf", tiles, i, "f32", names)
         operands = {}
         for key, has_bias in (("g", gate_bias), ("u", up_bias)):
             operands[key] = f"%{key}_all" if has_bias else f"%{key}"
             if has_bias:
-                by_tile = self._bias(i // tile_n, tile_n)
-                lines += [
-                    f"%b{key}_tiles = tensor.expand_shape %b{key} [[0, 1]] output_shape "
-                    f"[{i // tile_n}, {tile_n}] : {self._bias(i)} into {by_tile}",
-                    *self._sum(
-                        half,
-                        tiles.size_tiles,
-                        "affine_map<(a, b, c, d) -> (b, d)>",
-                        by_tile,
-                        4,
-                        (f"%{key}", f"%b{key}_tiles", f"%{key}_all"),
-                    ),
-                ]
+                names = (f"%{key}", f"%b{key}", f"%{key}_all")
+                lines += self._by_tile("addf", tiles, i, self.dtype, names)
         lines += self._gate(half, tiles.size_tiles, 4, operands["g"], operands["u"], "%m")
         return [
             *lines,
             *self.packed.columns_to_rows(tiles, i, "%m", "%m_packed"),
             *self.packed.pack_weight(i, h, "%wd", "%wd_packed"),
-            *self._packed_product(tiles, i, h, ("%m_packed", "%wd_packed", "%sd"), "%y_packed"),
-            *self.packed.unpack(tiles, h, "%y_packed", "%y"),
+            *self.packed.product(tiles, i, h, "%m_packed", "%wd_packed", "%y_packed"),
+            *self._unpack(m, h, "%y_packed", "%sd", "%y"),
         ]
 
     def _plain_product(
@@ -243,19 +237,7 @@ class LinearLibrary:
             f"ins({operand}, {f'{y}_wide' if self.quantized else w} : {x_type}, {w_type}) "
             f"outs({y}_zero : {result}) -> {result}",
         ]
-        if self.quantized:
-            lines += [
-                f"{y}_scaled_empty = tensor.empty({tiles.size_rows}) : {result}",
-                f"{y} = linalg.generic {{indexing_maps = [{_ROWS}, affine_map<(m, n) -> (n)>, "
-                f'{_ROWS}], iterator_types = ["parallel", "parallel"]}} '
-                f"ins({product}, {scale} : {result}, tensor<{n}xf32>) "
-                f"outs({y}_scaled_empty : {result}) {{",
-                "^bb0(%in: f32, %by: f32, %out: f32):",
-                "  %t = arith.mulf %in, %by : f32",
-                "  linalg.yield %t : f32",
-                f"}} -> {result}",
-            ]
-        return lines
+        return lines + (self._scaled(m, n, product, scale, y) if self.quantized else [])
 
     def _gate(self, tensor: str, sizes: str, rank: int, g: str, u: str, result: str) -> list[str]:
         """silu(g) * u = g / (1 + exp(-g)) * u, element by element: `llama.gate`."""
@@ -275,45 +257,62 @@ class LinearLibrary:
             f"}} -> {tensor}",
         ]
 
+    def _scaled(self, m: int | None, n: int, y: str, scale: str, result: str) -> list[str]:
+        """Once for each result, not once for each weight: the sum over K is of whole numbers times
+        activations."""
+        tiles = self.packed.tiles(m)
+        tensors = (f"tensor<{tiles.rows}x{n}xf32>", f"tensor<{n}xf32>")
+        return _with_columns("mulf", tensors, tiles.size_rows, (y, scale, result))
+
     def _add_bias(self, m: int | None, n: int, y: str, bias: str, result: str) -> list[str]:
         tiles = self.packed.tiles(m)
-        tensor = f"tensor<{tiles.rows}x{n}xf32>"
-        names = (y, bias, result)
-        map_of_bias = "affine_map<(a, b) -> (b)>"
-        return self._sum(tensor, tiles.size_rows, map_of_bias, self._bias(n), 2, names)
+        tensors = (f"tensor<{tiles.rows}x{n}xf32>", self._bias(n))
+        return _with_columns("addf", tensors, tiles.size_rows, (y, bias, result))
+
+    def _by_tile(
+        self, operation: str, tiles: Tiles, n: int, dtype: str, names: tuple[str, str, str]
+    ) -> list[str]:
+        """`_with_columns` of a packed result, whose tiles are full, and a plain vector (N)."""
+        y, vector, result = names
+        tile_n = self.form.tile_n
+        plain, by_tile = f"tensor<{n}x{dtype}>", f"tensor<{n // tile_n}x{tile_n}x{dtype}>"
+        tensors = (self.packed.packed_type(tiles, n), by_tile)
+        return [
+            f"{result}_tiles = tensor.expand_shape {vector} [[0, 1]] output_shape "
+            f"[{n // tile_n}, {tile_n}] : {plain} into {by_tile}",
+            *_with_columns(operation, tensors, tiles.size_tiles, (y, f"{result}_tiles", result)),
+        ]
 
     def _bias(self, *dims: int) -> str:
         """The type of a bias in that shape."""
         return f"tensor<{''.join(f'{d}x' for d in dims)}{self.dtype}>"
 
-    def _sum(
-        self,
-        tensor: str,
-        sizes: str,
-        map_of_bias: str,
-        bias_type: str,
-        rank: int,
-        names: tuple[str, str, str],
-    ) -> list[str]:
-        """names: what is added to, the bias, and the result."""
-        y, bias, result = names
-        same = _identity(rank)
-        widen = (
-            ["  %wide = arith.addf %b, %zero : f32"]
-            if self.dtype == "f32"
-            else [f"  %wide = arith.extf %b : {self.dtype} to f32"]
-        )
-        return [
-            f"{result}_empty = tensor.empty({sizes}) : {tensor}",
-            f"{result} = linalg.generic {{indexing_maps = [{same}, {map_of_bias}, {same}], "
-            f"iterator_types = [{_parallel(rank)}]}} "
-            f"ins({y}, {bias} : {tensor}, {bias_type}) outs({result}_empty : {tensor}) {{",
-            f"^bb0(%in: f32, %b: {self.dtype}, %out: f32):",
-            *widen,
-            "  %s = arith.addf %in, %wide : f32",
-            "  linalg.yield %s : f32",
-            f"}} -> {tensor}",
-        ]
+
+def _with_columns(
+    operation: str, tensors: tuple[str, str], sizes: str, names: tuple[str, str, str]
+) -> list[str]:
+    """y (M, N) with a vector (N), or y in tiles with that in tiles: `operation` is addf or mulf.
+
+    names: y, the vector, and the result. The vector's dtype is widened to f32.
+    """
+    y, vector, result = names
+    whole, part = tensors
+    rank = whole.count("x")
+    same = _identity(rank)
+    columns = "affine_map<(a, b) -> (b)>" if rank == 2 else "affine_map<(a, b, c, d) -> (b, d)>"
+    dtype = part[:-1].rpartition("x")[2]
+    widen = [] if dtype == "f32" else [f"  %wide = arith.extf %column : {dtype} to f32"]
+    return [
+        f"{result}_empty = tensor.empty({sizes}) : {whole}",
+        f"{result} = linalg.generic {{indexing_maps = [{same}, {columns}, {same}], "
+        f"iterator_types = [{_parallel(rank)}]}} "
+        f"ins({y}, {vector} : {whole}, {part}) outs({result}_empty : {whole}) {{",
+        f"^bb0(%in: f32, %column: {dtype}, %out: f32):",
+        *widen,
+        f"  %r = arith.{operation} %in, {'%wide' if widen else '%column'} : f32",
+        "  linalg.yield %r : f32",
+        f"}} -> {whole}",
+    ]
 
 
 _ROWS = "affine_map<(m, n) -> (m, n)>"

@@ -4,11 +4,7 @@ The operands are packed so that a tile of results stays in registers over the wh
 
     rows     (M, K)   -> (M/tile, K, tile, 1)            f32
     weight   (N, K)   -> (N/tile_n, K, tile_n, 1)        its own dtype, widened in registers
-    scale    (N)      -> (N/tile_n, tile_n)              f32, of i8 weights: one for each row
     result               (M/tile, N/tile_n, tile, tile_n) f32
-
-A scale is multiplied by once for each result, not once for each weight: the sum over K is of whole
-numbers times activations.
 
 Legend: M rows of activations, K columns, N rows of a weight.
 """
@@ -121,40 +117,6 @@ class PackedProducts:
             return []
         operation = "sitofp" if self.dtype == "i8" else "extf"
         return [f"  %wide = arith.{operation} %in_w : {self.dtype} to f32"]
-
-    def scaled_product(
-        self, tiles: Tiles, k: int, n: int, x: str, w: str, scale: str, result: str
-    ) -> list[str]:
-        """Packed rows times a packed weight, each column of the result by its scale (N)."""
-        tile_n, yp = self.form.tile_n, self.packed_type(tiles, n)
-        plain, by_tile = f"tensor<{n}xf32>", f"tensor<{-(-n // tile_n)}x{tile_n}xf32>"
-        if n % tile_n == 0:
-            pack = [
-                f"{result}_scale = tensor.expand_shape {scale} [[0, 1]] output_shape "
-                f"[{n // tile_n}, {tile_n}] : {plain} into {by_tile}"
-            ]
-        else:
-            pack = [
-                f"{result}_scale_empty = tensor.empty() : {by_tile}",
-                f"{result}_scale = linalg.pack {scale} padding_value(%zero : f32) "
-                f"inner_dims_pos = [0] inner_tiles = [{tile_n}] into {result}_scale_empty : "
-                f"{plain} -> {by_tile}",
-            ]
-        same = "affine_map<(a, b, c, d) -> (a, b, c, d)>"
-        return [
-            *self.product(tiles, k, n, x, w, f"{result}_whole"),
-            *pack,
-            f"{result}_empty = tensor.empty({tiles.size_tiles}) : {yp}",
-            f"{result} = linalg.generic {{indexing_maps = [{same}, "
-            f"affine_map<(a, b, c, d) -> (b, d)>, {same}], iterator_types = "
-            f'["parallel", "parallel", "parallel", "parallel"]}} '
-            f"ins({result}_whole, {result}_scale : {yp}, {by_tile}) "
-            f"outs({result}_empty : {yp}) {{",
-            "^bb0(%in: f32, %by: f32, %out: f32):",
-            "  %product = arith.mulf %in, %by : f32",
-            "  linalg.yield %product : f32",
-            f"}} -> {yp}",
-        ]
 
     def product(self, tiles: Tiles, k: int, n: int, x: str, w: str, result: str) -> list[str]:
         """Packed rows times a packed weight."""
