@@ -67,7 +67,7 @@ def main() -> None:
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise SystemExit(f"no such kind: {', '.join(unknown)}; choose from {', '.join(KINDS)}")
     demo_model.fetch()
-    peer = _Peer(llama_cpp)
+    peer = LlamaCpp(llama_cpp)
     print("| kind | kinds of tensors in the file | dequantized | as it runs | same first choice |")
     print("|---|---|---|---|---|")
     wrong = []
@@ -118,7 +118,7 @@ def _ours(file: Path, directory: Path) -> tuple[list[int], np.ndarray[Any, Any]]
     return ids, logits
 
 
-class _Peer:
+class LlamaCpp:
     """llama.cpp, in this process, on the CPU, with an f32 KV cache."""
 
     def __init__(self, library: Any) -> None:

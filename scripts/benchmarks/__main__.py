@@ -94,7 +94,12 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
 
 def _add_common(command: argparse.ArgumentParser, *, rounds: int | None) -> None:
     add = command.add_argument
-    add("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="of both sides")
+    add(
+        "--dtype",
+        choices=("bf16", "f16", "f32", "int8"),
+        default="bf16",
+        help="of both sides; int8: our weights, the rest being bf16, and q8_0",
+    )
     add("--cores", type=_positive, nargs="+", default=[1, 2], help="how many cores, in turn")
     add("--rounds", type=_positive, default=rounds, help="of each side, in alternation")
 

@@ -24,6 +24,7 @@ FILE_TYPES = {
     "bf16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
     "f16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
     "f32": llama_cpp.LLAMA_FTYPE_ALL_F32,
+    "int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
 }
 WARNING = 3
 
@@ -35,7 +36,7 @@ def _log(level: int, text: bytes, _: ctypes.c_void_p) -> None:
 
 
 def convert(source: str, destination: str, dtype: str) -> None:
-    """Write the GGUF file `source` anew with matrices in `dtype` (bf16, f16 or f32)."""
+    """Write the GGUF file `source` anew with matrices in `dtype` (bf16, f16, f32 or int8)."""
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = FILE_TYPES[dtype]
     parameters.allow_requantize = True

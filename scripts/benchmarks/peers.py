@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from benchmarks.worker import Worker
 from shark_llm.artifacts.cpu import host_cpu_features
+from shark_llm.artifacts.manifest import Manifest
 from shark_llm.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -134,13 +135,17 @@ def bundle(dtype: str) -> Path:
 def compile_command(dtype: str, bundle_dir: Path, dev_dir: Path) -> list[str]:
     """shark-compile for this CPU, with the entry points that the benchmarks use."""
     command = [str(Path(sys.executable).with_name("shark-compile")), "--compile-target", "host"]
-    command += ["--hf-model", str(demo_model.MODEL), "--dtype", dtype]
+    command += ["--hf-model", str(demo_model.MODEL)]
+    # Forced, for the published file is quantized: so is what llama.cpp makes q8_0 of.
+    int8 = ["--dtype", "bf16", "--weights-dtype", "int8", "--force"]
+    command += int8 if dtype == "int8" else ["--dtype", dtype]
     command += ["--output-artifacts-dir", str(bundle_dir)]
     return [*command, "--output-dev-artifacts-dir", str(dev_dir)]
 
 
-def check_dtype(bundle_dtype: str, asked: str) -> None:
+def check_dtype(manifest: Manifest, asked: str) -> None:
     """Raises UsageError when a bundle given by hand is not of the precision to compare at."""
+    bundle_dtype = manifest.weights_dtype or manifest.dtype
     if bundle_dtype != asked:
         raise UsageError(f"the bundle is in {bundle_dtype}, --dtype is {asked}: they must be equal")
 

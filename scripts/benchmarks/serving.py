@@ -53,7 +53,7 @@ def measure(
 ) -> list[ServeCase]:
     """All concurrencies on each number of cores."""
     manifest = open_bundle(setup.bundle).manifest
-    peers.check_dtype(manifest.dtype, setup.dtype)
+    peers.check_dtype(manifest, setup.dtype)
     _check(manifest, traffic)
     cases: list[ServeCase] = []
     for count in cores:
@@ -197,7 +197,7 @@ def device_wait(before: Mapping[str, float], after: Mapping[str, float]) -> floa
 def start(setup: steps.Setup, cores: Sequence[int], *, llama_server: Path | None) -> list[Timing]:
     """From the start of the process to ready, to the first token; memory before it. In turn."""
     manifest = open_bundle(setup.bundle).manifest
-    peers.check_dtype(manifest.dtype, setup.dtype)
+    peers.check_dtype(manifest, setup.dtype)
     traffic = Traffic(
         concurrency=(1,), prompt_tokens=START_PROMPT_TOKENS, max_tokens=1, per_stream=1
     )

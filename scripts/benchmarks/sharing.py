@@ -237,7 +237,7 @@ def _add(values: dict[str, list[float]], sample: Mapping[str, float]) -> None:
 
 def _manifest(setup: steps.Setup) -> Manifest:
     manifest = open_bundle(setup.bundle).manifest
-    peers.check_dtype(manifest.dtype, setup.dtype)
+    peers.check_dtype(manifest, setup.dtype)
     return manifest
 
 

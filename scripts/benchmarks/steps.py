@@ -24,7 +24,7 @@ from shark_llm.runtime.runner import Phase
 
 WARMUP = 2
 """Steps of a round that are not counted."""
-KV_DTYPES = {"bf16": "f16", "f16": "f16", "f32": "f32"}
+KV_DTYPES = {"bf16": "f16", "f16": "f16", "f32": "f32", "int8": "f16"}
 """llama.cpp's KV cache beside our own: of equal width; f16 is its default."""
 
 
@@ -158,7 +158,7 @@ def to_bandwidth(cores: int, speeds: Sequence[dict[str, float]]) -> Bandwidth:
 
 def check(manifest: Manifest, setup: Setup, shapes: Sequence[Shape]) -> None:
     """Raises UsageError for a shape beyond the bundle, or another precision."""
-    peers.check_dtype(manifest.dtype, setup.dtype)
+    peers.check_dtype(manifest, setup.dtype)
     for shape in shapes:
         compiled = sorted(e.batch_size for e in manifest.entry_points if e.phase == shape.phase)
         if shape.batch not in compiled:

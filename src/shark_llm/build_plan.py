@@ -17,11 +17,11 @@ from typing import Literal
 
 from shark_llm import __version__
 from shark_llm.artifacts.irpa import archive_name, archive_ranks
-from shark_llm.artifacts.manifest import Manifest, Placement, Source, Target
+from shark_llm.artifacts.manifest import Manifest, Placement, Source, Target, WeightsDtype
 from shark_llm.artifacts.stage_cache import CachePolicy, Note, StageCache, cache_root
 from shark_llm.checkpoint.aux_files import eos_token_ids, read_aux_files
 from shark_llm.checkpoint.config_only import ConfigOnlyCheckpoint
-from shark_llm.checkpoint.fp8 import read_scheme
+from shark_llm.checkpoint.fp8 import FP8, read_scheme
 from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.checkpoint.source import Checkpoint
 from shark_llm.compile.dev_directory import check_replaceable
@@ -63,6 +63,8 @@ class BuildSettings:
     tp: int = 1
     dtype: DtypeChoice = "auto"
     """auto: the checkpoint's own dtype; bf16 for quantized checkpoints."""
+    weights_dtype: WeightsDtype | None = None
+    """What matrices are quantized to; None: they are of `dtype`."""
     weights: WeightsChoice = "checkpoint"
     """dummy: from config.json alone, every weight being the same number."""
     page_size: int = ExportSettings.page_size
@@ -73,7 +75,7 @@ class BuildSettings:
     extra_compile_args: tuple[str, ...] = ()
     save_intermediates: bool = False
     force: bool = False
-    """Build what does not fit its GPU."""
+    """Build what does not fit its GPU, and quantize what is quantized already."""
     verify: bool = True
     """Run the golden check where the target can run."""
     cache_dir: Path | None = None
@@ -151,7 +153,7 @@ class BuildPlan:
 
 def check_settings(settings: BuildSettings) -> CompileTarget:
     """Refuse what is wrong whatever the model is; returns the target's row. Raises UsageError."""
-    target = get_target(settings.target)
+    target = get_target(settings.target, quantized=settings.weights_dtype is not None)
     device_memory(target, settings.gpu)
     _export_settings(settings, "f32")
     if settings.save_intermediates and settings.dev_dir is None:
@@ -210,7 +212,8 @@ def make_plan(
             f"({metadata.missing_bytes / 1e6:.0f} MB): --dry-run can only plan what is in the cache"
         )
     dtype = _dtype(settings.dtype, checkpoint, config, metadata.path)
-    placements = plan_parameters(config, settings.tp)
+    weights_dtype = settings.weights_dtype
+    placements = plan_parameters(config, settings.tp, quantized=weights_dtype is not None)
     length = choose_max_model_len(settings.max_model_len, config)
     device = device_memory(target, settings.gpu)
     dummy = settings.weights == "dummy"
@@ -224,11 +227,16 @@ def make_plan(
         export=_export_settings(settings, dtype),
         plan=placements,
         max_model_len=length,
-        file_bytes=required_bytes(config, tp=settings.tp, dtype=dtype, dummy=dummy),
+        file_bytes=required_bytes(
+            config, tp=settings.tp, dtype=dtype, weights_dtype=weights_dtype, dummy=dummy
+        ),
         from_hub=isinstance(metadata.location, HubModel),
         fetch_bytes=0 if dummy else metadata.missing_bytes,
         checkpoint=checkpoint,
-        notes=_check_memory(settings, config, device, target, dtype=dtype, max_model_len=length),
+        notes=(
+            *_check_quantized_once(settings, metadata, checkpoint),
+            *_check_memory(settings, config, device, target, dtype=dtype, max_model_len=length),
+        ),
     )
 
 
@@ -241,6 +249,7 @@ def expected_manifest(plan: BuildPlan, digest: str) -> Manifest:
         config=config_to_dict(config),
         weights=plan.settings.weights,
         dtype=plan.export.dtype,
+        weights_dtype=plan.settings.weights_dtype,
         kv_dtype=plan.export.dtype,
         tp=tp,
         plan=plan.plan,
@@ -312,6 +321,31 @@ def _dtype(
     return "bf16" if path.suffix == ".gguf" and own == "float32" else _DTYPE_NAMES[own]
 
 
+def _check_quantized_once(
+    settings: BuildSettings, metadata: Metadata, checkpoint: Checkpoint | None
+) -> tuple[str, ...]:
+    """Refuse to round weights a second time; when forced, the refusal is a note."""
+    if settings.weights_dtype is None or settings.weights == "dummy":
+        return ()
+    if checkpoint is not None:
+        held = checkpoint.quantized_as
+    else:  # a GGUF file on the hub was refused before
+        assert metadata.config is not None
+        held = None if read_scheme(metadata.config)[1] is None else FP8
+    if held is None:
+        return ()
+    if not settings.force:
+        raise UsageError(
+            f"{metadata.name} is quantized already ({held}): --weights-dtype "
+            f"{settings.weights_dtype} would round its weights a second time; build from the "
+            "unquantized model, or leave the flag away; --force builds it all the same"
+        )
+    return (
+        f"forced: {metadata.name} is quantized already ({held}), and its weights are rounded a "
+        "second time",
+    )
+
+
 def _check_memory(
     settings: BuildSettings,
     config: ModelConfig,
@@ -339,6 +373,7 @@ def _check_memory(
             device,
             tp=settings.tp,
             dtype=dtype,
+            weights_dtype=settings.weights_dtype,
             max_model_len=max_model_len,
             module=module,
         )

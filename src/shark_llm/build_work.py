@@ -7,8 +7,7 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from shark_llm.artifacts.bundle import Bundle
-from shark_llm.artifacts.irpa import Identity
+from shark_llm.artifacts.bundle import Bundle, archive_identity
 from shark_llm.artifacts.manifest import FileInfo, GoldenReport, Manifest
 from shark_llm.artifacts.publish import Staging
 from shark_llm.build_plan import BuildPlan
@@ -63,9 +62,7 @@ class BuildWork:
             if part is not None and self.link(part, expected.archives):
                 stage.note = part.note()
                 return
-            identity = Identity(
-                model=expected.source.digest, tp=expected.tp, rank=None, dtype=expected.dtype
-            )
+            identity = archive_identity(expected, None)
             if plan.settings.weights == "dummy":
                 stage.note = "dummy weights"
                 write_dummy_archives(
@@ -181,7 +178,11 @@ class BuildWork:
             report = run_golden(
                 Bundle(path=staging.path, manifest=made),
                 plan.config,
-                read_parameters(self.checkpoint, TORCH_DTYPES[manifest.dtype]),
+                read_parameters(
+                    self.checkpoint,
+                    TORCH_DTYPES[manifest.dtype],
+                    quantized=manifest.weights_dtype is not None,
+                ),
                 narrow_operands=plan.target.linear_form.form == "plain",
             )
             stage.note = f"largest error {report.max_abs_error:.2g}"

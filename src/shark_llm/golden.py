@@ -20,6 +20,8 @@ from shark_llm.model.config import ModelConfig
 from shark_llm.model.eager import EagerModel, EagerSettings
 from shark_llm.runtime.module import IreeRunner, pack_rows
 from shark_llm.runtime.runner import Phase, Row
+from shark_llm.sharding.plan import scale_name
+from shark_llm.sharding.quantize import quantize
 
 TOLERANCES = {"f32": 1e-3, "f16": 1e-2, "bf16": 5e-2}
 """Largest |logit difference| allowed, as a share of the largest |logit| (at least 1). Both sides
@@ -38,12 +40,18 @@ class GoldenStep:
     rows: tuple[Row, ...]
 
 
-def read_parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All weights in memory, in the dtype they are compiled with."""
-    return {
-        name: checkpoint.read(name, 0, info.shape[0]).to(dtype)
-        for name, info in checkpoint.parameters.items()
-    }
+def read_parameters(
+    checkpoint: Checkpoint, dtype: torch.dtype, *, quantized: bool = False
+) -> dict[str, torch.Tensor]:
+    """All weights in memory, as they are compiled: in `dtype`, or matrices quantized."""
+    parameters = {}
+    for name, info in checkpoint.parameters.items():
+        whole = checkpoint.read(name, 0, info.shape[0])
+        if quantized and whole.ndim == 2:
+            parameters[name], parameters[scale_name(name)] = quantize(whole)
+        else:
+            parameters[name] = whole.to(dtype)
+    return parameters
 
 
 def golden_steps(manifest: Manifest) -> Iterator[GoldenStep]:

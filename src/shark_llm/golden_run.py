@@ -85,7 +85,8 @@ def run_golden_of_bundle(bundle: Bundle) -> GoldenReport:
 
     manifest = bundle.manifest
     if manifest.target.name == HOST:  # of the machine that built it
-        narrow = bool(BF16_CPU_FEATURES & set(manifest.target.cpu_features))
+        has_bf16 = bool(BF16_CPU_FEATURES & set(manifest.target.cpu_features))
+        narrow = has_bf16 and manifest.weights_dtype is None
     else:
         narrow = get_target(manifest.target.name).linear_form.form == "plain"
     config = config_from_dict(manifest.config)
@@ -93,12 +94,12 @@ def run_golden_of_bundle(bundle: Bundle) -> GoldenReport:
 
 
 def _stored_parameters(bundle: Bundle, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Every parameter as a whole, from the archives of all ranks, in the bundle's dtype."""
+    """Every parameter as a whole, from the archives of all ranks, as it is stored."""
     import numpy as np
     import torch
 
-    from shark_llm.sharding.apply import TORCH_DTYPES, merge_parameter
-    from shark_llm.sharding.plan import parameter_shapes
+    from shark_llm.sharding.apply import STORED_DTYPES, merge_parameter
+    from shark_llm.sharding.plan import stored_parameters
 
     manifest = bundle.manifest
     ranks = archive_ranks(manifest.tp)
@@ -106,8 +107,8 @@ def _stored_parameters(bundle: Bundle, config: ModelConfig) -> dict[str, torch.T
         rank: ArchiveReader(path) for rank, path in zip(ranks, bundle.archives, strict=True)
     }
     parameters = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, (shape, dtype) in stored_parameters(config, manifest.plan, manifest.dtype).items():
         whole = merge_parameter(archives, name, manifest.plan[name], shape)
         copied = torch.from_numpy(np.array(whole))  # archives are mapped read-only
-        parameters[name] = copied.view(TORCH_DTYPES[manifest.dtype])
+        parameters[name] = copied.view(STORED_DTYPES[dtype])
     return parameters

@@ -22,6 +22,7 @@ from functools import partial
 from types import MappingProxyType
 
 from shark_llm.artifacts.irpa import DTYPE_BYTES
+from shark_llm.artifacts.manifest import WeightsDtype
 from shark_llm.compile.targets import CompileTarget
 from shark_llm.compile.workspace_estimate import ModuleShape, estimate_workspace
 from shark_llm.errors import CapacityError, UsageError
@@ -168,6 +169,7 @@ def plan_memory(
     memory_bytes: int,
     is_shared: bool = False,
     dtype: str,
+    weights_dtype: WeightsDtype | None = None,
     kv_dtype: str,
     tps: Iterable[int] | None = None,
     max_model_len: int | None = None,
@@ -194,13 +196,15 @@ def plan_memory(
     length = max_model_len or config.max_position_embeddings
     splits = []
     for tp in sorted(supported_tps(config) if tps is None else tps):
-        plan = plan_parameters(config, tp)
+        plan = plan_parameters(config, tp, quantized=weights_dtype is not None)
         needs = _Needs(
             config=config,
             shapes=plan_ranks(config, tp),
             weight_bytes=tuple(
-                sum(math.prod(p.shape) for p in local_parameters(config, plan, rank).values())
-                * DTYPE_BYTES[dtype]
+                sum(
+                    math.prod(p.shape) * DTYPE_BYTES[p.dtype]
+                    for p in local_parameters(config, plan, rank, dtype).values()
+                )
                 for rank in range(tp)
             ),
             dtype=dtype,
@@ -319,12 +323,14 @@ def check_capacity(
     *,
     tp: int,
     dtype: str,
+    weights_dtype: WeightsDtype | None = None,
     max_model_len: int,
     module: ModuleShape | None = None,
 ) -> None:
     """Raise CapacityError unless one sequence of `max_model_len` tokens has room at `tp`.
 
-    The weights and the KV cache are of `dtype`, the workspace is that of `module`.
+    The KV cache is of `dtype`, and so are the weights unless `weights_dtype` says otherwise.
+    The workspace is that of `module`.
     """
     ask = partial(
         plan_memory,
@@ -332,6 +338,7 @@ def check_capacity(
         memory_bytes=device.num_bytes,
         is_shared=device.is_shared,
         dtype=dtype,
+        weights_dtype=weights_dtype,
         kv_dtype=dtype,
         max_model_len=max_model_len,
         module=module,
@@ -342,10 +349,16 @@ def check_capacity(
 
 
 def required_bytes(
-    config: ModelConfig, *, tp: int, dtype: str, dummy: bool = False
+    config: ModelConfig,
+    *,
+    tp: int,
+    dtype: str,
+    weights_dtype: WeightsDtype | None = None,
+    dummy: bool = False,
 ) -> dict[str, int]:
     """Bytes of every parameter archive by file name, exact to the byte; for --dry-run and the disk.
 
     The module's size is known only after compiling: keep MODULE_ALLOWANCE free beside these.
     """
-    return archive_sizes(config, plan_parameters(config, tp), tp=tp, dtype=dtype, dummy=dummy)
+    plan = plan_parameters(config, tp, quantized=weights_dtype is not None)
+    return archive_sizes(config, plan, tp=tp, dtype=dtype, dummy=dummy)

@@ -34,6 +34,7 @@ from shark_llm.errors import ArtifactError
 _NOT_IN_THE_MODULE = ("torch_dtype", "bos_token_id", "eos_token_ids", "architecture")
 _MODULE_FIELDS = (
     "dtype",
+    "weights_dtype",
     "kv_dtype",
     "tp",
     "plan",
@@ -45,7 +46,7 @@ _MODULE_FIELDS = (
     "target",
 )
 _MODULE_VERSIONS = ("shark-llm-source", "iree-base-compiler", "torch")
-_ARCHIVE_FIELDS = ("dtype", "tp", "plan", "weights", "archives")
+_ARCHIVE_FIELDS = ("dtype", "weights_dtype", "tp", "plan", "weights", "archives")
 _ARCHIVE_VERSIONS = ("shark-llm-weights-source",)
 
 Where = Literal["old bundle", "cache"]
@@ -198,7 +199,7 @@ def keep_parts(cache: StageCache, manifest: Manifest, directory: Path, *, replac
     """Put the archives and the module of a sealed bundle into the cache."""
     # As it is read from the file: keys are of that form.
     manifest = Manifest.model_validate_json(encode_manifest(manifest))
-    of_model = f"{manifest.source.name}, {manifest.dtype}, tp {manifest.tp}"
+    of_model = f"{manifest.source.name}, {manifest.precision}, tp {manifest.tp}"
     archives = Entry(
         key=archives_key(manifest),
         source=manifest.source,

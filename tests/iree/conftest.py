@@ -17,6 +17,7 @@ from shark_llm.artifacts.bundle import Bundle
 from shark_llm.compile import targets
 from shark_llm.runtime.module import IreeRunner
 from shark_llm.sharding.apply import TORCH_DTYPES
+from shark_llm.sharding.quantize import dequantize, quantize
 from tiny import tiny_config, tiny_weights, write_tiny
 
 WIDE_HEADS_BIASES_YARN = {
@@ -55,6 +56,25 @@ BUNDLES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "f32",
         {"tp": 8, "batch_sizes_prefill": (2,), "batch_sizes_decode": (2,)},
     ),
+    "int8": (
+        tiny_config(**WIDE_HEADS_BIASES_YARN),
+        "bf16",
+        {
+            "weights_dtype": "int8",
+            "batch_sizes_prefill": (1, 3),
+            "batch_sizes_decode": (1, 3),
+        },
+    ),
+    "int8_tp3": (  # 251 vocab rows do not fill a rank's tiles
+        tiny_config(attention_bias=True, mlp_bias=True, vocab_size=251),
+        "f32",
+        {
+            "weights_dtype": "int8",
+            "tp": 3,
+            "batch_sizes_prefill": (2,),
+            "batch_sizes_decode": (2,),
+        },
+    ),
     "shared": (  # chunks of 4, 4 and 1 layers, as for GPUs: the first two are one function
         tiny_config(num_hidden_layers=9),
         "f32",
@@ -65,7 +85,8 @@ BUNDLES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A published bundle, its dev artifacts, its checkpoint, and transformers on that."""
+    """A published bundle, its dev artifacts, its checkpoint, and transformers on that, or on its
+    weights as they are once quantized."""
 
     bundle: Bundle
     dev: Path
@@ -87,12 +108,20 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompiledModel:
         checkpoint = tmp_path_factory.mktemp(name)
         weights = tiny_weights(config, dtype=TORCH_DTYPES[dtype])
         write_tiny(checkpoint, config=config, weights=weights)
+        judged = checkpoint
+        if "weights_dtype" in settings:
+            weights = {
+                name: dequantize(*quantize(weight)) if weight.ndim == 2 else weight.float()
+                for name, weight in weights.items()
+            }
+            judged = tmp_path_factory.mktemp(f"{name}_dequantized")
+            write_tiny(judged, config=config, weights=weights)
         with pytest.MonkeyPatch.context() as patch:
             if name == "shared":
                 row = replace(targets.host_target(), linear_form=targets.PLAIN_SHARED)
                 patch.setattr(targets, "host_target", lambda: row)
             bundle, dev = built_bundle(root, name, checkpoint, dtype=dtype, **settings)
-        return Compiled(bundle=bundle, dev=dev, checkpoint=checkpoint, judge=Judge(checkpoint))
+        return Compiled(bundle=bundle, dev=dev, checkpoint=checkpoint, judge=Judge(judged))
 
     return make
 

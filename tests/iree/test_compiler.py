@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from shark_llm.compile.targets import get_target, target_names
 from shark_llm.errors import CompileError
 from shark_llm.export.compose import export_module
 from shark_llm.export.signatures import ExportSettings
-from shark_llm.sharding.plan import plan_parameters
+from shark_llm.sharding.plan import local_parameters, plan_parameters
 
 SOURCE = """
 func.func @double(%x: tensor<4xf32>) -> tensor<4xf32> {
@@ -75,6 +76,30 @@ def test_wide_hidden_states_of_several_ranks_compile(tmp_path: Path) -> None:
     source = tmp_path / "model.mlir"
     source.write_text(exported.mlir)
     run_compiler(source, tmp_path / "out.mlir", (*row.compile_flags(3), "--compile-to=stream"))
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_gpus_widen_int8_weights_inside_the_product(tmp_path: Path, target: str) -> None:
+    """No dispatch makes a whole weight in bf16: it would be written and read again in every step.
+    The products read them as they are stored."""
+    row, config = get_target(target), model_config(num_hidden_layers=1)
+    settings = ExportSettings(batch_sizes_prefill=(1,), batch_sizes_decode=(1, 4))
+    plan = plan_parameters(config, 2, quantized=True)
+    exported = export_module(config, plan, 2, settings, row.attention_form, row.linear_form)
+    source, flow = tmp_path / "model.mlir", tmp_path / "flow.mlir"
+    source.write_text(exported.mlir)
+    run_compiler(source, flow, (*row.compile_flags(2), "--compile-to=flow"))
+    dispatches = re.findall(r"= flow\.dispatch @.*: \((.*)\) -> (.*)", flow.read_text())
+    shapes = {
+        "x".join(map(str, part.shape))
+        for rank in range(2)
+        for part in local_parameters(config, plan, rank, "bf16").values()
+        if part.dtype == "i8"
+    }
+    read, made = (" ".join(types) for types in zip(*dispatches, strict=True))
+    assert all(f"tensor<{shape}xi8>" in read for shape in shapes)
+    assert not [shape for shape in shapes if f"tensor<{shape}xbf16>" in made]
+    assert not [shape for shape in shapes if f"tensor<{shape}xf32>" in made]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ CompiledModel = Callable[[str], Any]  # of conftest.py: name -> Compiled
 def check(bundle: Bundle, checkpoint_dir: Path, *, corrupt: str | None = None) -> GoldenReport:
     """The check of a bundle; `corrupt` names a parameter to change on the eager side."""
     checkpoint, manifest = open_checkpoint(checkpoint_dir), bundle.manifest
-    parameters = read_parameters(checkpoint, TORCH_DTYPES[manifest.dtype])
+    quantized = manifest.weights_dtype is not None
+    parameters = read_parameters(checkpoint, TORCH_DTYPES[manifest.dtype], quantized=quantized)
     if corrupt:
         parameters[corrupt].view(-1)[5] += 2.0
     tokens = (golden_pages(manifest) - 1) * manifest.page_size
@@ -34,7 +35,7 @@ def check(bundle: Bundle, checkpoint_dir: Path, *, corrupt: str | None = None) -
         return check_golden(runner, manifest, checkpoint.config, parameters, narrow_operands=False)
 
 
-@pytest.mark.parametrize("name", ["t0", "wide", "tp2", "tp3", "tp8"])
+@pytest.mark.parametrize("name", ["t0", "wide", "tp2", "tp3", "tp8", "int8", "int8_tp3"])
 def test_published_bundle_passed_and_passes_again(compiled: CompiledModel, name: str) -> None:
     """Far below the tolerance: it has room for rounding, not for mistakes."""
     made = compiled(name)

@@ -16,6 +16,7 @@ from bundles import model_config
 from shark_llm.artifacts.irpa import ArchiveReader, Identity, archive_ranks
 from shark_llm.artifacts.manifest import Replicate
 from shark_llm.checkpoint.source import ParameterInfo
+from shark_llm.golden import read_parameters
 from shark_llm.model.config import ModelConfig
 from shark_llm.sharding import apply
 from shark_llm.sharding.plan import (
@@ -110,14 +111,26 @@ class RandomCheckpoint:
 
 
 @settings(max_examples=40, deadline=None)
-@given(config=configs(), dtype=st.sampled_from(["f32", "f16", "bf16"]), data=st.data())
+@given(
+    config=configs(),
+    dtype=st.sampled_from(["f32", "f16", "bf16"]),
+    quantized=st.booleans(),
+    data=st.data(),
+)
 def test_split_then_merge_is_the_identity(
-    config: ModelConfig, dtype: str, data: st.DataObject
+    config: ModelConfig, dtype: str, quantized: bool, data: st.DataObject
 ) -> None:
+    """Of quantized weights: the identity on what quantizing them as a whole gives."""
     tp = data.draw(st.sampled_from(supported_tps(config)))
-    plan = plan_parameters(config, tp)
+    plan = plan_parameters(config, tp, quantized=quantized)
     checkpoint = RandomCheckpoint(config, seed=data.draw(st.integers(0, 99)))
-    identity = Identity(model=checkpoint.digest(), tp=tp, rank=None, dtype=dtype)
+    identity = Identity(
+        model=checkpoint.digest(),
+        tp=tp,
+        rank=None,
+        dtype=dtype,
+        weights_dtype="int8" if quantized else None,
+    )
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(apply, "BLOCK_BYTES", data.draw(st.sampled_from([64, 999, 1 << 20])))
         seen: list[tuple[int, int]] = []
@@ -130,19 +143,20 @@ def test_split_then_merge_is_the_identity(
         )
         assert seen[-1][0] == seen[-1][1] == sum(t.nbytes for t in checkpoint.tensors.values())
         archives = {r: ArchiveReader(p) for r, p in zip(archive_ranks(tp), paths, strict=True)}
-        for name, tensor in checkpoint.tensors.items():
+        wanted = read_parameters(checkpoint, apply.TORCH_DTYPES[dtype], quantized=quantized)
+        for name, tensor in wanted.items():
             merged = apply.merge_parameter(archives, name, plan[name], tuple(tensor.shape))
-            wanted = tensor.to(apply.TORCH_DTYPES[dtype])
-            assert merged.tobytes() == wanted.contiguous().view(torch.uint8).numpy().tobytes()
-        _check_shards(config, plan, archives, tp)
+            assert merged.tobytes() == tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        _check_shards(config, plan, archives, tp, dtype)
 
 
-def _check_shards(config, plan, archives, tp) -> None:  # type: ignore[no-untyped-def]
+def _check_shards(config, plan, archives, tp, dtype) -> None:  # type: ignore[no-untyped-def]
     """Each rank finds all its parameters, in the shapes that the exporter expects, and no more."""
     seen: set[str] = set()
     for rank in range(tp):
-        for name, part in local_parameters(config, plan, rank).items():
+        for name, part in local_parameters(config, plan, rank, dtype).items():
             owner = None if isinstance(plan[name], Replicate) else rank
-            assert archives[owner].entries[part.key].shape == part.shape
+            entry = archives[owner].entries[part.key]
+            assert (entry.shape, entry.dtype) == (part.shape, part.dtype)
             seen.add(part.key)
     assert seen == {key for archive in archives.values() for key in archive.entries}

@@ -57,6 +57,11 @@ def run(*argv: object) -> int:
         (["--hf-model", "m"], 2, "--output-artifacts-dir is missing"),
         (["--hf-model", "./nope", "--output-artifacts-dir", "b"], 2, "./nope: no such file"),
         (["--hf-model", "m", "--dtype", "f8", "--dry-run"], 2, "one of auto, bf16, f16, f32"),
+        (
+            ["--hf-model", "m", "--weights-dtype", "int3", "--dry-run"],
+            2,
+            "--weights-dtype is 'int3'; it must be one of int8",
+        ),
         (["--hf-model", "m", "--tp", "9", "--dry-run"], 2, "--tp is 9; it must be in 1 to 8"),
         (["--hf-model", "m", "--tp", "0", "--dry-run"], 2, "--tp is 0"),
         (["--hf-model", "m", "--sharding-mode", "tp9", "--dry-run"], 2, "one of tp1 to tp8"),

@@ -87,7 +87,9 @@ def test_one_global_for_each_parameter_on_each_rank(tp: int) -> None:
     wanted = [
         (str(rank), parameter.key, "x".join(map(str, parameter.shape)))
         for rank in range(tp)
-        for parameter in local_parameters(config, plan_parameters(config, tp), rank).values()
+        for parameter in local_parameters(
+            config, plan_parameters(config, tp), rank, "bf16"
+        ).values()
     ]
     assert sorted(found) == sorted(wanted)
     assert text.count("util.global private") == len(found)

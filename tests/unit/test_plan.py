@@ -100,14 +100,31 @@ def test_biases_follow_their_weights_and_row_biases_stay_on_rank_0() -> None:
     assert plan["blk.1.attn_output.weight"] == Split(dim=1, ranges=((0, 32), (32, 64)))
     assert plan["blk.1.attn_output.bias"] == Split(dim=0, ranges=((0, 64), (0, 0)))
     assert [rank.has_row_biases for rank in plan_ranks(config, 2)] == [True, False]
-    assert "blk.1.ffn_down.bias" in local_parameters(config, plan, 0)
-    assert "blk.1.ffn_down.bias" not in local_parameters(config, plan, 1)
+    assert "blk.1.ffn_down.bias" in local_parameters(config, plan, 0, "f32")
+    assert "blk.1.ffn_down.bias" not in local_parameters(config, plan, 1, "f32")
+
+
+def test_scales_are_split_with_rows_and_replicated_where_columns_are_split() -> None:
+    config = model_config()
+    plan = plan_parameters(config, 2, quantized=True)
+    for name in ("token_embd", "output", "blk.0.attn_k", "blk.1.ffn_up"):
+        assert plan[f"{name}.scale"] == plan[f"{name}.weight"] != Replicate()
+    for name in ("blk.0.attn_output", "blk.1.ffn_down"):
+        assert plan[f"{name}.scale"] == Replicate()
+    assert "output_norm.scale" not in plan
+    local = local_parameters(config, plan, 1, "bf16")
+    assert local["blk.0.attn_q.scale"].key == "blk.0.attn_q.scale.rank1"
+    assert local["blk.0.attn_q.scale"].shape == local["blk.0.attn_q.weight"].shape[:1]
+    assert local["blk.0.ffn_down.scale"].key == "blk.0.ffn_down.scale"
+    dtypes = {name.rpartition(".")[2]: p.dtype for name, p in local.items() if "norm" not in name}
+    assert dtypes == {"weight": "i8", "scale": "f32"}
+    assert local["blk.0.attn_norm.weight"].dtype == "bf16"
 
 
 def test_local_parameters_carry_keys_and_cut_shapes() -> None:
     """A05 at tp2: head_dim is not hidden / heads."""
     config = model_config(hidden_size=160, head_dim=64)
-    local = local_parameters(config, plan_parameters(config, 2), 1)
+    local = local_parameters(config, plan_parameters(config, 2), 1, "f32")
     assert local["blk.0.attn_q.weight"].key == "blk.0.attn_q.weight.rank1"
     assert local["blk.0.attn_q.weight"].shape == (128, 160)
     assert local["blk.0.attn_k.weight"].shape == (64, 160)
@@ -120,7 +137,7 @@ def test_tp1_replicates_everything_under_plain_names() -> None:
     config = model_config(attention_bias=True)
     plan = plan_parameters(config, 1)
     assert set(plan.values()) == {Replicate()}
-    assert all(p.key == name for name, p in local_parameters(config, plan, 0).items())
+    assert all(p.key == name for name, p in local_parameters(config, plan, 0, "f32").items())
 
 
 def test_a_tied_model_has_one_vocab_parallel_table() -> None:

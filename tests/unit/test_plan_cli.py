@@ -122,6 +122,23 @@ def test_larger_steps_need_more_workspace(capsys: pytest.CaptureFixture[str]) ->
     assert longest["splits"][4]["fits"]
 
 
+def test_int8_weights_take_half_the_room(capsys: pytest.CaptureFixture[str]) -> None:
+    """Scales come on top, and are placed as their rows are; the KV cache stays as it is."""
+    flags = ("--hf-model", LLAMA_405B, "--compile-target", "gfx942", "--dtype", "bf16", "--tp", "8")
+    whole = as_json(capsys, *flags)
+    fields = as_json(capsys, *flags, "--weights-dtype", "int8")
+    assert (whole["weights_dtype"], fields["weights_dtype"]) == (None, "int8")
+    assert (fields["dtype"], fields["kv_dtype"]) == ("bf16", "bf16")
+    weights = [each["splits"][-1]["ranks"][0]["weight_bytes"] for each in (whole, fields)]
+    assert 0.5 < weights[1] / weights[0] < 0.501
+    assert fields["lower_bound"] < whole["lower_bound"]
+    parameters = fields["placement"]["parameters"]
+    assert parameters["blk.0.ffn_up.scale"] == parameters["blk.0.ffn_up.weight"]
+    assert parameters["blk.0.ffn_down.scale"] == {"kind": "replicate"}
+    assert run(*flags, "--weights-dtype", "int8") == 0
+    assert "weights and KV cache in bf16 with int8 weights" in capsys.readouterr().out
+
+
 def test_a_directory_will_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With or without weights in it."""
     full = write_tiny(tmp_path / "full")
@@ -147,6 +164,7 @@ def test_the_ranks_of_a_cpu_share_its_memory(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (("--weights-dtype", "q4"), 2, "--weights-dtype is 'q4'; it must be one of int8"),
         (("--dtype", "f8"), 2, "--dtype is 'f8'; it must be one of auto, bf16, f16, f32"),
         (("--max-num-seqs", "0"), 2, "--max-num-seqs is 0; it must be at least 1"),
         (("--max-num-batched-tokens", "0"), 2, "--max-num-batched-tokens is 0; it must be at"),

@@ -87,6 +87,7 @@ def test_the_command_that_builds(tmp_path: Path) -> None:
         model="org/name",
         tp=8,
         compile_target="gfx942",
+        weights_dtype="int8",
         batch_sizes_decode=(1, 8),
         cache_dir=tmp_path,
         hf_token="hf_secret",
@@ -98,6 +99,7 @@ def test_the_command_that_builds(tmp_path: Path) -> None:
         f"--cache-dir={tmp_path}",
         "--tp=8",
         "--compile-target=gfx942",
+        "--weights-dtype=int8",
         "--batch-sizes-decode", "1", "8",
         "--quick-check",
         "--ensure-compile",
@@ -114,6 +116,7 @@ def test_one_directory_for_each_way_to_build(tmp_path: Path) -> None:
 
     same = [out_dir(), out_dir(tp=1, compile_target="host"), out_dir(ensure=("export",))]
     others = [out_dir(tp=2), out_dir(compile_target="gfx942"), out_dir(revision="v1")]
+    others += [out_dir(weights_dtype="int8")]
     others += [out_dir(dtype="f32"), out_dir(batch_sizes_decode=(2,)), out_dir("org/other")]
     assert len(set(same)) == 1
     assert len({*same, *others}) == 1 + len(others)
@@ -149,6 +152,7 @@ def test_local_models_are_named_by_what_they_are(
     [
         ({"tp": 9}, None, None, UsageError, "--tp is 9"),
         ({"dtype": "f8"}, None, None, UsageError, "--dtype is 'f8'"),
+        ({"weights_dtype": "i8"}, None, None, UsageError, "--weights-dtype is 'i8'"),
         ({"cache_policy": "no"}, None, None, UsageError, "--cache-policy is 'no'"),
         ({}, "hip", None, UsageError, "--device hip needs --compile-target"),
         ({}, "rocm", None, DeviceError, "no device driver 'rocm'"),

@@ -52,10 +52,18 @@ class CountingCheckpoint:
         return "c" * 64
 
 
-def split(config: ModelConfig, tp: int, out_dir: Path, dtype: str = "f32") -> list[ArchiveReader]:
+def split(
+    config: ModelConfig,
+    tp: int,
+    out_dir: Path,
+    dtype: str = "f32",
+    weights_dtype: str | None = None,
+) -> list[ArchiveReader]:
     checkpoint = CountingCheckpoint(config)
-    identity = Identity(model=checkpoint.digest(), tp=tp, rank=None, dtype=dtype)
-    plan = plan_parameters(config, tp)
+    identity = Identity(
+        model=checkpoint.digest(), tp=tp, rank=None, dtype=dtype, weights_dtype=weights_dtype
+    )
+    plan = plan_parameters(config, tp, quantized=weights_dtype is not None)
     paths = write_archives(checkpoint, plan, identity=identity, out_dir=out_dir)
     assert len(checkpoint.reads) == len(set(checkpoint.reads)), "every row is read once"
     return [ArchiveReader(path) for path in paths]
@@ -106,11 +114,42 @@ def test_tp1_is_one_file_with_plain_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_sizes_are_known_beforehand(tp: int, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights_dtype", [None, "int8"])
+def test_sizes_are_known_beforehand(
+    tp: int, dtype: str, weights_dtype: str | None, tmp_path: Path
+) -> None:
     config = model_config()
-    archives = split(config, tp, tmp_path, dtype)
-    sizes = archive_sizes(config, plan_parameters(config, tp), tp=tp, dtype=dtype)
+    archives = split(config, tp, tmp_path, dtype, weights_dtype)
+    plan = plan_parameters(config, tp, quantized=weights_dtype is not None)
+    sizes = archive_sizes(config, plan, tp=tp, dtype=dtype)
     assert sizes == {a.path.name: a.path.stat().st_size for a in archives}
+
+
+def test_scales_are_of_whole_rows_and_lie_with_them(tmp_path: Path) -> None:
+    """Columns of a rank are quantized with the scales of whole rows, which all ranks share; rows
+    have theirs beside them."""
+    shared, rank_0, rank_1 = split(model_config(), 2, tmp_path, "bf16", "int8")
+    down = np.arange(64 * 128, dtype=np.float32).reshape(64, 128)
+    scale = shared.read("blk.0.ffn_down.scale")
+    np.testing.assert_allclose(scale, down.max(1) / 127, rtol=1e-6)
+    right = rank_1.read("blk.0.ffn_down.weight.rank1")
+    assert right.dtype == np.int8
+    assert np.abs(right * scale[:, None] - down[:, 64:]).max() <= scale.max() / 2 * 1.001
+    gate = down.reshape(128, 64)
+    beside = rank_0.read("blk.0.ffn_gate.scale.rank0")
+    np.testing.assert_allclose(beside, gate[:64].max(1) / 127, rtol=1e-6)
+    assert shared.entries["output_norm.weight"].dtype == "bf16"
+    assert "output_norm.scale" not in shared.entries
+    assert str(shared.identity).endswith("shared, bf16 with int8 weights")
+
+
+def test_what_is_not_finite_is_not_quantized(tmp_path: Path) -> None:
+    checkpoint = cast_checkpoint(float("inf"))
+    plan = plan_parameters(checkpoint.config, 2, quantized=True)
+    identity = Identity(model="c" * 64, tp=2, rank=None, dtype="bf16", weights_dtype="int8")
+    message = r"blk\.1\.ffn_down\.weight has values that are not finite, which int8 cannot hold"
+    with pytest.raises(CheckpointError, match=message):
+        write_archives(checkpoint, plan, identity=identity, out_dir=tmp_path)
 
 
 def cast_checkpoint(value: float) -> CountingCheckpoint:

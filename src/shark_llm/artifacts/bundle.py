@@ -161,11 +161,20 @@ def _check_sizes(directory: Path, manifest: Manifest) -> None:
     _raise_if(faults, directory)
 
 
+def archive_identity(manifest: Manifest, rank: int | None) -> Identity:
+    """What the archive of `rank` must say of itself."""
+    return Identity(
+        model=manifest.source.digest,
+        tp=manifest.tp,
+        rank=rank,
+        dtype=manifest.dtype,
+        weights_dtype=manifest.weights_dtype,
+    )
+
+
 def _check_identities(directory: Path, manifest: Manifest) -> None:
     for rank in archive_ranks(manifest.tp):
-        expected = Identity(
-            model=manifest.source.digest, tp=manifest.tp, rank=rank, dtype=manifest.dtype
-        )
+        expected = archive_identity(manifest, rank)
         check_archive(directory / archive_name(rank), expected)
 
 

@@ -101,7 +101,7 @@ def _content(kind: str, path: Path) -> Content:
     try:
         if kind == BUNDLES_NAME:
             manifest = read_manifest(path / MANIFEST_NAME)
-            what = f"{manifest.source.name}, {manifest.dtype}, tp {manifest.tp}, "
+            what = f"{manifest.source.name}, {manifest.precision}, tp {manifest.tp}, "
             what += manifest.target.name
         else:
             what = read_entry(path).what

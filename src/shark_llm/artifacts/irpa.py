@@ -29,6 +29,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from shark_llm.artifacts.manifest import precision
 from shark_llm.errors import ArtifactError, CapacityError
 
 DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1, "u8": 1, "i32": 4, "i64": 8}
@@ -73,10 +74,13 @@ class Identity:
     tp: int
     rank: int | None
     dtype: str
+    weights_dtype: str | None = None
+    """Of matrices; None: as `dtype`."""
 
     def __str__(self) -> str:
         rank = "shared" if self.rank is None else f"rank={self.rank}"
-        return f"model {self.model[:12]}, tp={self.tp}, {rank}, {self.dtype}"
+        of_dtype = precision(self.dtype, self.weights_dtype)
+        return f"model {self.model[:12]}, tp={self.tp}, {rank}, {of_dtype}"
 
 
 @dataclass(frozen=True, kw_only=True)

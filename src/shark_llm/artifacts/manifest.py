@@ -23,6 +23,10 @@ MANIFEST_NAME = "manifest.json"
 
 Dim = int | str
 
+WeightsDtype = Literal["int8"]
+"""What matrices are quantized to."""
+WEIGHTS_DTYPES: tuple[WeightsDtype, ...] = ("int8",)
+
 ByteProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
@@ -127,6 +131,8 @@ class Manifest(Frozen):
     """The ModelConfig that was compiled, field by field."""
     weights: Literal["checkpoint", "dummy"] = "checkpoint"
     dtype: str
+    weights_dtype: WeightsDtype | None = None
+    """Of matrices, which then have scales; None: as `dtype`."""
     kv_dtype: str
     tp: int
     plan: dict[str, Placement]
@@ -151,6 +157,16 @@ class Manifest(Frozen):
     """None: the target cannot run where the bundle was built."""
     files: dict[str, FileInfo]
     """Every other file of the bundle."""
+
+    @property
+    def precision(self) -> str:
+        """As `precision` says it."""
+        return precision(self.dtype, self.weights_dtype)
+
+
+def precision(dtype: str, weights_dtype: str | None) -> str:
+    """For people: `bf16`, or `bf16 with int8 weights`."""
+    return dtype if weights_dtype is None else f"{dtype} with {weights_dtype} weights"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

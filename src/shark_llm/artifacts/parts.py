@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shark_llm.artifacts.bundle import Bundle, check_versions
+from shark_llm.artifacts.bundle import Bundle, archive_identity, check_versions
 from shark_llm.artifacts.irpa import (
     ArchiveReader,
-    Identity,
     archive_name,
     archive_ranks,
     check_archive,
@@ -86,9 +85,7 @@ def _archives(manifest: Manifest, paths: Sequence[Path]) -> dict[str, Path]:
     for path in paths:
         identity = ArchiveReader(path).identity
         rank = None if identity is None else identity.rank
-        expected = Identity(
-            model=manifest.source.digest, tp=manifest.tp, rank=rank, dtype=manifest.dtype
-        )
+        expected = archive_identity(manifest, rank)
         check_archive(path, expected)
         name = archive_name(rank)
         if name in found:

@@ -70,6 +70,10 @@ class ConfigOnlyCheckpoint:
         """Nowhere."""
 
     @property
+    def quantized_as(self) -> str | None:
+        return None  # all its weights are one number
+
+    @property
     def weight_paths(self) -> tuple[Path, ...]:
         return (self._path,)
 

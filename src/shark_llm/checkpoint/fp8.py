@@ -30,6 +30,8 @@ import torch
 from shark_llm.checkpoint.safetensors_file import TensorLocation
 from shark_llm.errors import CheckpointError, UnsupportedModelError
 
+FP8 = "FP8"
+"""What users call these checkpoints."""
 QUANTIZED_DTYPE = "F8_E4M3"
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")  # behind the name of the matrix

@@ -159,6 +159,11 @@ class GgufCheckpoint:
         return FileExtent(path=self._path, offset=tensor.offset)
 
     @property
+    def quantized_as(self) -> str | None:
+        kinds = {tensor.kind.name for tensor in self._tensors.values() if tensor.kind in QUANTIZED}
+        return ", ".join(sorted(kinds)) or None
+
+    @property
     def weight_paths(self) -> tuple[Path, ...]:
         return (self._path,)
 

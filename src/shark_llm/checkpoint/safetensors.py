@@ -13,7 +13,7 @@ import torch
 
 from shark_llm.artifacts.manifest import ByteProgress, digest_files
 from shark_llm.checkpoint.aux_files import eos_token_ids, load_json, read_aux_files
-from shark_llm.checkpoint.fp8 import Scaled, dequantize, read_scheme, take_scales
+from shark_llm.checkpoint.fp8 import FP8, Scaled, dequantize, read_scheme, take_scales
 from shark_llm.checkpoint.names import IGNORED, check_weight_map, from_hf_name
 from shark_llm.checkpoint.safetensors_file import DTYPE_BITS, TensorLocation, read_header
 from shark_llm.checkpoint.source import FileExtent, ParameterInfo, iter_row_blocks, read_at
@@ -105,6 +105,10 @@ class SafetensorsCheckpoint:
             return None
         location = self._locations[name]
         return FileExtent(path=location.path, offset=location.offset)
+
+    @property
+    def quantized_as(self) -> str | None:
+        return FP8 if self._scaled else None
 
     @property
     def weight_paths(self) -> tuple[Path, ...]:

@@ -54,6 +54,11 @@ class Checkpoint(Protocol):
     dtype, a file passed over. The command line prints them."""
 
     @property
+    def quantized_as(self) -> str | None:
+        """The formats of quantized weights, as a user knows them; None: there are none."""
+        ...
+
+    @property
     def weight_paths(self) -> tuple[Path, ...]:
         """The files that `digest` depends on."""
         ...

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from shark_llm.artifacts.manifest import precision
 from shark_llm.stages import StageRecord
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ def plan_lines(dry_run: DryRun) -> list[str]:
         f"model    {plan.name}{revision}: {config.architecture}, {config.num_layers} layers, "
         f"{config.num_heads} query and {config.num_kv_heads} kv heads of {config.head_dim}",
         f"target   {plan.target.name} ({plan.target.description}), tp {settings.tp}, "
-        f"{plan.export.dtype}, pages of {plan.export.page_size}, up to {plan.max_model_len} tokens",
+        f"{precision(plan.export.dtype, settings.weights_dtype)}, pages of "
+        f"{plan.export.page_size}, up to {plan.max_model_len} tokens",
         f"entries  prefill_bs{{{_listed(plan.export.batch_sizes_prefill)}}} "
         f"decode_bs{{{_listed(plan.export.batch_sizes_decode)}}}",
         f"flags    {shlex.join(plan.flags)}",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 
+from shark_llm.artifacts.manifest import WEIGHTS_DTYPES
 from shark_llm.artifacts.stage_cache import CACHE_POLICIES, cache_root
 from shark_llm.cli import cache as cache_cli
 from shark_llm.cli import model_flags as flags
@@ -24,6 +25,7 @@ from shark_llm.cli.packages import require_compile_packages, version_line
 from shark_llm.errors import SharkError, UsageError
 
 if TYPE_CHECKING:
+    from shark_llm.artifacts.manifest import WeightsDtype
     from shark_llm.artifacts.stage_cache import CachePolicy
     from shark_llm.build_plan import DtypeChoice, Ensured, WeightsChoice
 
@@ -82,6 +84,7 @@ def build(
     hf_cache_dir: flags.HfCacheDir = None,
     hf_token: flags.HfToken = None,
     dtype: flags.Dtype = None,
+    weights_dtype: flags.WeightsDtypeFlag = None,
     weights: Annotated[
         str,
         typer.Option(
@@ -146,7 +149,11 @@ def build(
     ] = True,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Build what does not fit its GPU.", rich_help_panel=_OUTPUT),
+        typer.Option(
+            "--force",
+            help="Build what does not fit its GPU, and quantize what is quantized already.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = False,
     dry_run: Annotated[
         bool,
@@ -202,6 +209,7 @@ def build(
     if output_artifacts_dir is None and not dry_run:
         raise UsageError("--output-artifacts-dir is missing: say where the bundle goes")
     flags.check_choice("--dtype", dtype, flags.DTYPES)
+    flags.check_choice("--weights-dtype", weights_dtype, WEIGHTS_DTYPES)
     flags.check_choice("--weights", weights, WEIGHTS)
     flags.check_choice("--cache-policy", cache_policy, CACHE_POLICIES)
     flags.check_choice("--progress", progress, PROGRESS)
@@ -227,6 +235,7 @@ def build(
         gpu=gpu,
         tp=degree or unset.tp,
         dtype=cast("DtypeChoice", dtype or unset.dtype),
+        weights_dtype=cast("WeightsDtype | None", weights_dtype),
         weights=cast("WeightsChoice", weights),
         page_size=page_size if page_size is not None else unset.page_size,
         batch_sizes_prefill=tuple(batch_sizes_prefill or unset.batch_sizes_prefill),

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from shark_llm.artifacts.manifest import WEIGHTS_DTYPES
 from shark_llm.artifacts.stage_cache import CACHE_POLICIES
 from shark_llm.errors import UsageError
 
@@ -30,6 +31,10 @@ HF_TOKEN_HELP = (
 DTYPE_HELP = (
     f"Of weights and KV cache: {', '.join(DTYPES)}. auto is the checkpoint's own, bf16 for "
     "quantized ones."
+)
+WEIGHTS_DTYPE_HELP = (
+    f"{', '.join(WEIGHTS_DTYPES)}: quantize the matrices, each output channel with a scale. "
+    "Default: all is of --dtype."
 )
 COMPILE_TARGET_HELP = (
     "What runs the module: host (this CPU), x86-64-v3, x86-64-v4, gfx942, gfx950, gfx90a, "
@@ -55,6 +60,9 @@ HfToken = Annotated[
 ]
 Dtype = Annotated[
     str | None, typer.Option(help=f"{DTYPE_HELP} Default: auto.", rich_help_panel=MODEL)
+]
+WeightsDtypeFlag = Annotated[
+    str | None, typer.Option(help=WEIGHTS_DTYPE_HELP, rich_help_panel=MODEL)
 ]
 MaxModelLen = Annotated[
     int | None,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from shark_llm.artifacts.manifest import WEIGHTS_DTYPES
 from shark_llm.cli import model_flags as flags
 from shark_llm.cli.packages import require_compile_packages
 from shark_llm.compile.workspace import PREFILL_TOKENS
 from shark_llm.errors import UsageError
 
 if TYPE_CHECKING:
+    from shark_llm.artifacts.manifest import WeightsDtype
     from shark_llm.hub import Metadata
     from shark_llm.model.config import ModelConfig
 
@@ -33,6 +35,7 @@ def plan(
     hf_cache_dir: flags.HfCacheDir = None,
     hf_token: flags.HfToken = None,
     dtype: flags.Dtype = None,
+    weights_dtype: flags.WeightsDtypeFlag = None,
     max_model_len: flags.MaxModelLen = None,
     max_num_seqs: Annotated[
         int,
@@ -67,6 +70,7 @@ def plan(
 ) -> None:
     """Show for each tp what a rank needs and how many KV tokens remain, from config.json alone."""
     flags.check_choice("--dtype", dtype, flags.DTYPES)
+    flags.check_choice("--weights-dtype", weights_dtype, WEIGHTS_DTYPES)
     for flag, value in (
         ("--max-num-seqs", max_num_seqs),
         ("--max-num-batched-tokens", max_num_batched_tokens),
@@ -93,6 +97,7 @@ def plan(
     ranks = None if tp is None else plan_ranks(config, tp)  # refuses a tp that cannot be
     length = choose_max_model_len(max_model_len, config)
     chosen = _own_dtype(config, metadata.path) if dtype in (None, "auto") else dtype
+    quantized_to = cast("WeightsDtype | None", weights_dtype)
     workspace = None
     if dev_artifacts_dir is not None:
         workspace = built_workspace(
@@ -108,6 +113,7 @@ def plan(
         target=target.name,
         device=device,
         dtype=chosen,
+        weights_dtype=quantized_to,
         max_model_len=length,
         step_tokens=max_num_batched_tokens,
         memory=plan_memory(
@@ -115,6 +121,7 @@ def plan(
             memory_bytes=device.num_bytes,
             is_shared=device.is_shared,
             dtype=chosen,
+            weights_dtype=quantized_to,
             kv_dtype=chosen,
             max_model_len=length,
             max_num_seqs=max_num_seqs,

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from shark_llm.artifacts.manifest import WeightsDtype, precision
 from shark_llm.model.config import ModelConfig
 from shark_llm.planner import GIB, RESERVE_BYTES, DeviceMemory, MemoryPlan, TpMemory
 from shark_llm.sharding.plan import RankShape, plan_parameters, plan_ranks
@@ -23,7 +24,8 @@ class PlanReport:
     target: str
     device: DeviceMemory
     dtype: str
-    """Of weights and KV cache."""
+    """Of KV cache, and of weights unless the next says otherwise."""
+    weights_dtype: WeightsDtype | None
     max_model_len: int
     step_tokens: int
     """Of the steps that the workspace is for."""
@@ -56,6 +58,7 @@ def report_to_dict(report: PlanReport) -> dict[str, Any]:
         "memory_is_shared": report.device.is_shared,
         "reserve_bytes": RESERVE_BYTES,
         "dtype": report.dtype,
+        "weights_dtype": report.weights_dtype,
         "kv_dtype": report.dtype,
         "max_model_len": report.max_model_len,
         "max_num_seqs": memory.max_num_seqs,
@@ -66,7 +69,8 @@ def report_to_dict(report: PlanReport) -> dict[str, Any]:
     }
     if report.ranks is not None:
         tp = len(report.ranks)
-        placement = plan_parameters(config, tp)
+        quantized = report.weights_dtype is not None
+        placement = plan_parameters(config, tp, quantized=quantized)
         fields["placement"] = {
             "tp": tp,
             "parameters": {name: place.model_dump() for name, place in placement.items()},
@@ -115,7 +119,8 @@ def _head(report: PlanReport) -> Iterator[str]:
     each = "shared by all ranks" if device.is_shared else "for each rank"
     yield (
         f"{report.target}, {device.name}: {memory.memory_bytes / GIB:.1f} GiB {each}, of which "
-        f"{RESERVE_BYTES / GIB:.0f} GiB are kept free; weights and KV cache in {report.dtype}"
+        f"{RESERVE_BYTES / GIB:.0f} GiB are kept free; weights and KV cache in "
+        f"{precision(report.dtype, report.weights_dtype)}"
     )
     seqs = memory.max_num_seqs
     yield (

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from shark_llm.artifacts.manifest import WEIGHTS_DTYPES
 from shark_llm.artifacts.stage_cache import BUNDLES_NAME, CACHE_POLICIES, cache_root
 from shark_llm.cli import model_flags as flags
 from shark_llm.cli.build_process import run_build
@@ -79,6 +80,7 @@ Target = Annotated[
     setting("compile_target", _BUILD, f"{flags.COMPILE_TARGET_HELP} Default: host."),
 ]
 Dtype = Annotated[str | None, setting("dtype", _BUILD, f"{flags.DTYPE_HELP} Default: auto.")]
+WeightsDtypeFlag = Annotated[str | None, setting("weights_dtype", _BUILD, flags.WEIGHTS_DTYPE_HELP)]
 BatchSizesPrefill = Annotated[
     list[int] | None,
     setting("batch_sizes_prefill", _BUILD, flags.BATCH_SIZES_HELP.format("prefill", "1 4")),
@@ -136,6 +138,7 @@ class ModelToBuild:
     tp: int | None = None
     compile_target: str | None = None
     dtype: str | None = None
+    weights_dtype: str | None = None
     batch_sizes_prefill: tuple[int, ...] = ()
     batch_sizes_decode: tuple[int, ...] = ()
     cache_dir: Path | None = None
@@ -166,6 +169,8 @@ class ModelToBuild:
             self.dtype or "auto",
             self.batch_sizes_prefill,
             self.batch_sizes_decode,
+            # Not where it is not given: so a build of before this flag is found again.
+            *([] if self.weights_dtype is None else [self.weights_dtype]),
         ]
         key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
         folder = re.sub(r"[^\w.-]", "_", self.name.replace("/", "--")).lstrip(".") or "model"
@@ -182,6 +187,7 @@ class ModelToBuild:
             "--tp": self.tp,
             "--compile-target": self.compile_target,
             "--dtype": self.dtype,
+            "--weights-dtype": self.weights_dtype,
             "--cache-policy": self.cache_policy,
         }
         words = [f"{flag}={value}" for flag, value in values.items() if value is not None]
@@ -208,6 +214,7 @@ class ModelToBuild:
             ) from error
         flags.check_tp(self.tp)
         flags.check_choice("--dtype", self.dtype, flags.DTYPES)
+        flags.check_choice("--weights-dtype", self.weights_dtype, WEIGHTS_DTYPES)
         flags.check_choice("--cache-policy", self.cache_policy, CACHE_POLICIES)
         if device in GPU_DEVICES and self.compile_target is None:
             raise UsageError(

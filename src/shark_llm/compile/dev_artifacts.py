@@ -62,7 +62,7 @@ def flag_lines(
 ) -> list[str]:
     """The flagfile of one entry point, a flag a line."""
     target = manifest.target
-    built = f"{manifest.source.name}, {manifest.dtype}, tp {manifest.tp}, {target.name}"
+    built = f"{manifest.source.name}, {manifest.precision}, tp {manifest.tp}, {target.name}"
     lines = [
         f"# {built}: {entry.name}",
         f"--module={bundle_dir / manifest.module}",

@@ -125,10 +125,11 @@ def target_names() -> tuple[str, ...]:
     return (HOST, *TARGETS)
 
 
-def get_target(name: str) -> CompileTarget:
-    """The row of `name`; `host` is made for the CPU that this runs on."""
+def get_target(name: str, *, quantized: bool = False) -> CompileTarget:
+    """The row of `name`; `host` is made for the CPU that this runs on, and for quantized weights
+    or others."""
     if name == HOST:
-        return host_target()
+        return host_target(quantized=quantized)
     if name not in TARGETS:
         raise UnsupportedTargetError(
             f"no compile target {name!r}: choose from {', '.join(target_names())}"
@@ -136,11 +137,11 @@ def get_target(name: str) -> CompileTarget:
     return TARGETS[name]
 
 
-def host_target() -> CompileTarget:
+def host_target(*, quantized: bool = False) -> CompileTarget:
     """This machine's CPU: all it has is used, so the module may not run elsewhere."""
     features = host_cpu_features()
     base = _cpu(HOST, "the CPU that this runs on", "host", tuple(sorted(features)))
-    if features & BF16_CPU_FEATURES:
+    if features & BF16_CPU_FEATURES and not quantized:
         # With bf16 instructions the compiler's own tiling reaches the chip's speed.
         return replace(
             base,

@@ -35,7 +35,13 @@ from shark_llm.export.trace import FragmentLibrary, TensorType
 from shark_llm.export.writer import ArgumentDims, FunctionBody, Value, device_affinity
 from shark_llm.model.config import ModelConfig
 from shark_llm.model.llama import AttentionForm
-from shark_llm.sharding.plan import LocalParameter, RankShape, local_parameters, plan_ranks
+from shark_llm.sharding.plan import (
+    LocalParameter,
+    RankShape,
+    is_quantized,
+    local_parameters,
+    plan_ranks,
+)
 
 PARAMETER_SCOPE = "model"
 CHUNK_LAYERS_MULTI_DEVICE = 4
@@ -60,7 +66,8 @@ def export_module(
 ) -> ExportedModule:
     """Trace, lower and compose all entry points. Reads no weights, and traces no layer twice."""
     ranks = plan_ranks(config, tp)
-    parameters = [local_parameters(config, plan, rank.rank) for rank in ranks]
+    parameters = [local_parameters(config, plan, rank.rank, settings.dtype) for rank in ranks]
+    quantized = is_quantized(plan)
     library = FragmentLibrary()
     tracer = FragmentTracer(
         library=library,
@@ -69,12 +76,13 @@ def export_module(
         dtype=settings.dtype,
         form=attention_form,
         tp=tp,
+        quantized=quantized,
     )
     entries = entry_points(settings, config.vocab_size)
     fragments = [[tracer.trace(entry, rank) for rank in ranks] for entry in entries]
     lowered = library.lower()
     caches = cache_specs(config, settings, ranks)
-    linears = LinearLibrary(form=linear_form, dtype=settings.dtype)
+    linears = LinearLibrary(form=linear_form, dtype=settings.dtype, quantized=quantized)
     readers = PageReaders(
         dtype=settings.dtype, page_size=settings.page_size, head_dim=config.head_dim
     )
@@ -84,9 +92,7 @@ def export_module(
         ranks=ranks,
         parameters=parameters,
         caches=caches,
-        operations=RankOperations(
-            dtype=settings.dtype, parameters=parameters, linears=linears, readers=readers
-        ),
+        operations=RankOperations(parameters=parameters, linears=linears, readers=readers),
     )
     functions: list[str] = []
     for entry, of_ranks in zip(entries, fragments, strict=True):
@@ -127,7 +133,7 @@ class _Composer:
                     f'  util.global private @"{symbol_of(name, rank)}" '
                     f"{{stream.affinity = {device_affinity(rank)}}} = "
                     f'#flow.parameter.named<"{PARAMETER_SCOPE}"::"{parameter.key}"> : '
-                    f"tensor<{dims}{self.settings.dtype}>"
+                    f"tensor<{dims}{parameter.dtype}>"
                 )
 
     def entry_point(self, entry: EntryPoint, fragments: list[RankFragments]) -> list[str]:
@@ -237,7 +243,7 @@ class _Composer:
             for layer in chunk:
                 for name, parameter in parameters.items():
                     if name.startswith(f"blk.{layer}."):
-                        dtype = DTYPES[self.settings.dtype]
+                        dtype = DTYPES[parameter.dtype]
                         tensor = TensorType(shape=parameter.shape, dtype=dtype)
                         yield symbol_of(name, rank), tensor, rank
 
@@ -282,9 +288,10 @@ class _Composer:
             body.emit(
                 f"{first} = arith.constant dense<{self.ranks[rank].vocab.start}> : tensor<i64>"
             )
-            table = self.operations.load(body, "token_embd.weight", rank)
-            scalar = of_rank.embed.arguments[1]
-            hidden += body.call(of_rank.embed, (local[0], Value(first, scalar, ()), table), (rows,))
+            kinds = ("weight", "scale") if self.operations.linears.quantized else ("weight",)
+            table = [self.operations.load(body, f"token_embd.{kind}", rank) for kind in kinds]
+            start = Value(first, of_rank.embed.arguments[1], ())
+            hidden += body.call(of_rank.embed, (local[0], start, *table), (rows,))
             context.append(step)
             lengths.append((local[1], local[2]))
         if self.tp > 1:

@@ -18,7 +18,12 @@ from shark_llm.model.kv_cache import head_rows, page_elements
 from shark_llm.model.llama import AttentionForm
 from shark_llm.sharding.plan import RankShape
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i8": torch.int8,
+}
 TABLE_PAGES = DynamicDim(name="table_pages")
 POOL_PAGES = DynamicDim(name="pool_pages")
 
@@ -54,6 +59,8 @@ class FragmentTracer:
     dtype: str
     form: AttentionForm
     tp: int
+    quantized: bool = False
+    """The embedding is i8 and has scales."""
 
     def trace(self, entry: EntryPoint, rank: RankShape) -> RankFragments:
         """All fragments of `entry` for `rank`."""
@@ -77,7 +84,9 @@ class FragmentTracer:
         mask = TensorType(shape=(n, seq, keys), dtype=torch.bool)
         step = (angles, angles, mask, ints(n, pages), row, table)
         norm_weight = TensorType(shape=(config.hidden_size,), dtype=dtype)
-        embedding = TensorType(shape=(rank.vocab_size, config.hidden_size), dtype=dtype)
+        table_dtype = torch.int8 if self.quantized else dtype
+        embedding = TensorType(shape=(rank.vocab_size, config.hidden_size), dtype=table_dtype)
+        scale = (floats(rank.vocab_size),) if self.quantized else ()
         q = floats(rows, rank.num_heads * config.head_dim)
         kv = floats(rows, rank.num_kv_heads * config.head_dim)
         elements = page_elements(rank.num_kv_heads, page, config.head_dim)
@@ -115,8 +124,8 @@ class FragmentTracer:
             ),
             embed=trace(
                 f"{name}.embed.{rank.vocab_size}",
-                llama.embed,
-                (tokens, ints(), embedding),
+                lambda *a: llama.embed(*a),
+                (tokens, ints(), embedding, *scale),
                 (hidden,),
             ),
             norm=trace(

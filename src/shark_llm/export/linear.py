@@ -13,6 +13,10 @@ Two forms, chosen per target:
              instructions for, and what the compiler's data tiling packs itself on CPUs with bf16
              arithmetic.
 
+Quantized weights are i8, each row with an f32 scale of its own: they are widened inside the product
+(plain: to the dtype of the operands, in which whole numbers up to 127 are exact), and its result is
+multiplied by the scales.
+
 Legend: M rows of activations, K columns, N rows of a weight, I columns of the MLP, H hidden size.
 """
 
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shark_llm.export.packed import LinearForm, PackedProducts
+from shark_llm.export.packed import LinearForm, PackedProducts, Tiles
 
 
 @dataclass
@@ -29,25 +33,30 @@ class LinearLibrary:
 
     form: LinearForm
     dtype: str
+    """Of biases, of weights that are not quantized, and of the operands of plain products."""
+    quantized: bool = False
+    """Weights are i8 and have scales."""
     functions: dict[str, str] = field(default_factory=dict)
 
     @property
     def packed(self) -> PackedProducts:
         """Writes the products in tiles."""
-        return PackedProducts(form=self.form, dtype=self.dtype)
+        return PackedProducts(form=self.form, dtype="i8" if self.quantized else self.dtype)
 
     def function(self, m: int | None, k: int, n: int, *, bias: bool) -> str:
         """The symbol of a product with `m` rows (None: dynamic), written on first use.
 
-        Arguments x (M, K), weight (N, K) and, with `bias`, bias (N); result (M, N).
+        Arguments x (M, K), weight (N, K), its scale (N) where weights are quantized and, with
+        `bias`, bias (N); result (M, N).
         """
         name = f"linear.{_rows_name(m)}x{k}x{n}{'.bias' if bias else ''}"
         if name not in self.functions:
-            lines = self._product(m, k, n, "%x", "%w", "%y")
+            lines = self._product(m, k, n, "%x", "%w", "%y", scale="%scale")
             if bias:
                 lines += self._add_bias(m, n, "%y", "%bias", "%sum")
             arguments = [f"%w: {self.packed.tensor(n, k)}"]
-            arguments += [f"%bias: {self.packed.tensor(n)}"] if bias else []
+            arguments += [f"%scale: tensor<{n}xf32>"] if self.quantized else []
+            arguments += [f"%bias: {self._bias(n)}"] if bias else []
             self._write(name, m, k, n, arguments, lines, "%sum" if bias else "%y")
         return name
 
@@ -56,8 +65,8 @@ class LinearLibrary:
     ) -> str:
         """The symbol of down(silu(gate(x)) * up(x)), written on first use. Source: LlamaMLP.
 
-        Arguments x (M, H), the weights of gate (I, H), up (I, H) and down (H, I), then the biases
-        that there are, in the same order; result (M, H).
+        Arguments x (M, H), the weights of gate (I, H), up (I, H) and down (H, I), then their scales
+        where they are quantized and the biases that there are, in the same order; result (M, H).
         """
         present = {"g": gate_bias, "u": up_bias, "d": down_bias}
         biases = [f"b{key}" for key, is_there in present.items() if is_there]
@@ -68,14 +77,18 @@ class LinearLibrary:
             f"%wg: {self.packed.tensor(i, h)}",
             f"%wu: {self.packed.tensor(i, h)}",
             f"%wd: {self.packed.tensor(h, i)}",
-            *(f"%{b}: {self.packed.tensor(h if b == 'bd' else i)}" for b in biases),
+            *(
+                f"%s{key}: tensor<{h if key == 'd' else i}xf32>"
+                for key in ("gud" if self.quantized else "")
+            ),
+            *(f"%{b}: {self._bias(h if b == 'bd' else i)}" for b in biases),
         ]
         if self.form.form == "packed" and i % self.form.tile_n == 0:
             lines = self._packed_mlp(m, h, i, gate_bias=gate_bias, up_bias=up_bias)
         else:
             lines = []
             for key in ("g", "u"):
-                lines += self._product(m, h, i, "%x", f"%w{key}", f"%{key}_sum")
+                lines += self._product(m, h, i, "%x", f"%w{key}", f"%{key}_sum", scale=f"%s{key}")
                 lines += (
                     self._add_bias(m, i, f"%{key}_sum", f"%b{key}", f"%{key}_all")
                     if present[key]
@@ -84,7 +97,7 @@ class LinearLibrary:
             g, u = (f"%{key}_all" if present[key] else f"%{key}_sum" for key in ("g", "u"))
             tiles = self.packed.tiles(m)
             lines += self._gate(f"tensor<{tiles.rows}x{i}xf32>", tiles.size_rows, 2, g, u, "%m")
-            lines += self._product(m, i, h, "%m", "%wd", "%y")
+            lines += self._product(m, i, h, "%m", "%wd", "%y", scale="%sd")
         if down_bias:
             lines += self._add_bias(m, h, "%y", "%bd", "%sum")
         self._write(name, m, h, h, arguments, lines, "%sum" if down_bias else "%y")
@@ -106,7 +119,9 @@ class LinearLibrary:
             "%c0 = arith.constant 0 : index",
             "%zero = arith.constant 0.0 : f32",
             "%one = arith.constant 1.0 : f32",
-            f"%zero_w = arith.constant 0.0 : {self.dtype}",
+            "%zero_w = arith.constant 0 : i8"
+            if self.quantized
+            else f"%zero_w = arith.constant 0.0 : {self.dtype}",
             f"%rows = tensor.dim %x, %c0 : {x}",
             f"%tile_m = arith.constant {tiles.tile} : index",
             "%tiles_m = arith.ceildivui %rows, %tile_m : index",
@@ -120,16 +135,29 @@ class LinearLibrary:
             ]
         )
 
-    def _product(self, m: int | None, k: int, n: int, x: str, w: str, y: str) -> list[str]:
+    def _product(
+        self, m: int | None, k: int, n: int, x: str, w: str, y: str, *, scale: str
+    ) -> list[str]:
+        """`scale` is read only where weights are quantized."""
         if self.form.form == "plain":
-            return self._plain_product(m, k, n, x, w, y)
+            return self._plain_product(m, k, n, x, w, y, scale)
         tiles = self.packed.tiles(m)
-        stem = y.removeprefix("%")
         return [
-            *self.packed.pack_rows(tiles, k, x, f"%{stem}_x"),
-            *self.packed.pack_weight(k, n, w, f"%{stem}_w"),
-            *self.packed.product(tiles, k, n, f"%{stem}_x", f"%{stem}_w", f"%{stem}_packed"),
-            *self.packed.unpack(tiles, n, f"%{stem}_packed", y),
+            *self.packed.pack_rows(tiles, k, x, f"{y}_x"),
+            *self.packed.pack_weight(k, n, w, f"{y}_w"),
+            *self.packed.product(tiles, k, n, f"{y}_x", f"{y}_w", f"{y}_packed"),
+            *self._unpack(m, n, f"{y}_packed", scale, y),
+        ]
+
+    def _unpack(self, m: int | None, n: int, packed: str, scale: str, y: str) -> list[str]:
+        """Unpacked first, then scaled: the compiler makes one pass of that, and of one row none but
+        the product's own."""
+        tiles = self.packed.tiles(m)
+        if not self.quantized:
+            return self.packed.unpack(tiles, n, packed, y)
+        return [
+            *self.packed.unpack(tiles, n, packed, f"{y}_whole"),
+            *self._scaled(m, n, f"{y}_whole", scale, y),
         ]
 
     def _packed_mlp(
@@ -141,39 +169,34 @@ class LinearLibrary:
         Two products, not one of joined weights: the compiler shares a packed weight among entry
         points, but not a joined one.
         """
-        tiles, tile_n = self.packed.tiles(m), self.form.tile_n
+        tiles = self.packed.tiles(m)
         half = self.packed.packed_type(tiles, i)
         lines = self.packed.pack_rows(tiles, h, "%x", "%x_packed")
         for key in ("g", "u"):
             lines += self.packed.pack_weight(h, i, f"%w{key}", f"%w{key}_packed")
-            lines += self.packed.product(tiles, h, i, "%x_packed", f"%w{key}_packed", f"%{key}")
+            product = f"%{key}_whole" if self.quantized else f"%{key}"
+            lines += self.packed.product(tiles, h, i, "%x_packed", f"%w{key}_packed", product)
+            if self.quantized:
+                names = (product, f"%s{key}", f"%{key}")
+                lines += self._by_tile("mulf", tiles, i, "f32", names)
         operands = {}
         for key, has_bias in (("g", gate_bias), ("u", up_bias)):
             operands[key] = f"%{key}_all" if has_bias else f"%{key}"
             if has_bias:
-                by_tile = self.packed.tensor(i // tile_n, tile_n)
-                lines += [
-                    f"%b{key}_tiles = tensor.expand_shape %b{key} [[0, 1]] output_shape "
-                    f"[{i // tile_n}, {tile_n}] : {self.packed.tensor(i)} into {by_tile}",
-                    *self._sum(
-                        half,
-                        tiles.size_tiles,
-                        "affine_map<(a, b, c, d) -> (b, d)>",
-                        by_tile,
-                        4,
-                        (f"%{key}", f"%b{key}_tiles", f"%{key}_all"),
-                    ),
-                ]
+                names = (f"%{key}", f"%b{key}", f"%{key}_all")
+                lines += self._by_tile("addf", tiles, i, self.dtype, names)
         lines += self._gate(half, tiles.size_tiles, 4, operands["g"], operands["u"], "%m")
         return [
             *lines,
             *self.packed.columns_to_rows(tiles, i, "%m", "%m_packed"),
             *self.packed.pack_weight(i, h, "%wd", "%wd_packed"),
             *self.packed.product(tiles, i, h, "%m_packed", "%wd_packed", "%y_packed"),
-            *self.packed.unpack(tiles, h, "%y_packed", "%y"),
+            *self._unpack(m, h, "%y_packed", "%sd", "%y"),
         ]
 
-    def _plain_product(self, m: int | None, k: int, n: int, x: str, w: str, y: str) -> list[str]:
+    def _plain_product(
+        self, m: int | None, k: int, n: int, x: str, w: str, y: str, scale: str
+    ) -> list[str]:
         tiles = self.packed.tiles(m)
         result = f"tensor<{tiles.rows}x{n}xf32>"
         lines = [
@@ -194,13 +217,27 @@ class LinearLibrary:
                 f"  linalg.yield %t : {self.dtype}",
                 f"}} -> {narrow}",
             ]
-        x_type, w_type = f"tensor<{tiles.rows}x{k}x{self.dtype}>", self.packed.tensor(n, k)
-        return [
-            *lines,
-            f"{y} = linalg.matmul indexing_maps = [affine_map<(m, n, k) -> (m, k)>, "
+        x_type, w_type = f"tensor<{tiles.rows}x{k}x{self.dtype}>", f"tensor<{n}x{k}x{self.dtype}>"
+        product = y
+        if self.quantized:
+            product = f"{y}_whole"
+            lines += [
+                f"{y}_wide_empty = tensor.empty() : {w_type}",
+                f"{y}_wide = linalg.generic {{indexing_maps = [{_ROWS}, {_ROWS}], "
+                f'iterator_types = ["parallel", "parallel"]}} '
+                f"ins({w} : {self.packed.tensor(n, k)}) outs({y}_wide_empty : {w_type}) {{",
+                f"^bb0(%in: i8, %out: {self.dtype}):",
+                f"  %t = arith.sitofp %in : i8 to {self.dtype}",
+                f"  linalg.yield %t : {self.dtype}",
+                f"}} -> {w_type}",
+            ]
+        lines += [
+            f"{product} = linalg.matmul indexing_maps = [affine_map<(m, n, k) -> (m, k)>, "
             f"affine_map<(m, n, k) -> (n, k)>, affine_map<(m, n, k) -> (m, n)>] "
-            f"ins({operand}, {w} : {x_type}, {w_type}) outs({y}_zero : {result}) -> {result}",
+            f"ins({operand}, {f'{y}_wide' if self.quantized else w} : {x_type}, {w_type}) "
+            f"outs({y}_zero : {result}) -> {result}",
         ]
+        return lines + (self._scaled(m, n, product, scale, y) if self.quantized else [])
 
     def _gate(self, tensor: str, sizes: str, rank: int, g: str, u: str, result: str) -> list[str]:
         """silu(g) * u = g / (1 + exp(-g)) * u, element by element: `llama.gate`."""
@@ -220,41 +257,62 @@ class LinearLibrary:
             f"}} -> {tensor}",
         ]
 
+    def _scaled(self, m: int | None, n: int, y: str, scale: str, result: str) -> list[str]:
+        """Once for each result, not once for each weight: the sum over K is of whole numbers times
+        activations."""
+        tiles = self.packed.tiles(m)
+        tensors = (f"tensor<{tiles.rows}x{n}xf32>", f"tensor<{n}xf32>")
+        return _with_columns("mulf", tensors, tiles.size_rows, (y, scale, result))
+
     def _add_bias(self, m: int | None, n: int, y: str, bias: str, result: str) -> list[str]:
         tiles = self.packed.tiles(m)
-        tensor = f"tensor<{tiles.rows}x{n}xf32>"
-        names = (y, bias, result)
-        map_of_bias = "affine_map<(a, b) -> (b)>"
-        return self._sum(tensor, tiles.size_rows, map_of_bias, self.packed.tensor(n), 2, names)
+        tensors = (f"tensor<{tiles.rows}x{n}xf32>", self._bias(n))
+        return _with_columns("addf", tensors, tiles.size_rows, (y, bias, result))
 
-    def _sum(
-        self,
-        tensor: str,
-        sizes: str,
-        map_of_bias: str,
-        bias_type: str,
-        rank: int,
-        names: tuple[str, str, str],
+    def _by_tile(
+        self, operation: str, tiles: Tiles, n: int, dtype: str, names: tuple[str, str, str]
     ) -> list[str]:
-        """names: what is added to, the bias, and the result."""
-        y, bias, result = names
-        same = _identity(rank)
-        widen = (
-            ["  %wide = arith.addf %b, %zero : f32"]
-            if self.dtype == "f32"
-            else [f"  %wide = arith.extf %b : {self.dtype} to f32"]
-        )
+        """`_with_columns` of a packed result, whose tiles are full, and a plain vector (N)."""
+        y, vector, result = names
+        tile_n = self.form.tile_n
+        plain, by_tile = f"tensor<{n}x{dtype}>", f"tensor<{n // tile_n}x{tile_n}x{dtype}>"
+        tensors = (self.packed.packed_type(tiles, n), by_tile)
         return [
-            f"{result}_empty = tensor.empty({sizes}) : {tensor}",
-            f"{result} = linalg.generic {{indexing_maps = [{same}, {map_of_bias}, {same}], "
-            f"iterator_types = [{_parallel(rank)}]}} "
-            f"ins({y}, {bias} : {tensor}, {bias_type}) outs({result}_empty : {tensor}) {{",
-            f"^bb0(%in: f32, %b: {self.dtype}, %out: f32):",
-            *widen,
-            "  %s = arith.addf %in, %wide : f32",
-            "  linalg.yield %s : f32",
-            f"}} -> {tensor}",
+            f"{result}_tiles = tensor.expand_shape {vector} [[0, 1]] output_shape "
+            f"[{n // tile_n}, {tile_n}] : {plain} into {by_tile}",
+            *_with_columns(operation, tensors, tiles.size_tiles, (y, f"{result}_tiles", result)),
         ]
+
+    def _bias(self, *dims: int) -> str:
+        """The type of a bias in that shape."""
+        return f"tensor<{''.join(f'{d}x' for d in dims)}{self.dtype}>"
+
+
+def _with_columns(
+    operation: str, tensors: tuple[str, str], sizes: str, names: tuple[str, str, str]
+) -> list[str]:
+    """y (M, N) with a vector (N), or y in tiles with that in tiles: `operation` is addf or mulf.
+
+    names: y, the vector, and the result. The vector's dtype is widened to f32.
+    """
+    y, vector, result = names
+    whole, part = tensors
+    rank = whole.count("x")
+    same = _identity(rank)
+    columns = "affine_map<(a, b) -> (b)>" if rank == 2 else "affine_map<(a, b, c, d) -> (b, d)>"
+    dtype = part[:-1].rpartition("x")[2]
+    widen = [] if dtype == "f32" else [f"  %wide = arith.extf %column : {dtype} to f32"]
+    return [
+        f"{result}_empty = tensor.empty({sizes}) : {whole}",
+        f"{result} = linalg.generic {{indexing_maps = [{same}, {columns}, {same}], "
+        f"iterator_types = [{_parallel(rank)}]}} "
+        f"ins({y}, {vector} : {whole}, {part}) outs({result}_empty : {whole}) {{",
+        f"^bb0(%in: f32, %column: {dtype}, %out: f32):",
+        *widen,
+        f"  %r = arith.{operation} %in, {'%wide' if widen else '%column'} : f32",
+        "  linalg.yield %r : f32",
+        f"}} -> {whole}",
+    ]
 
 
 _ROWS = "affine_map<(m, n) -> (m, n)>"

@@ -20,7 +20,6 @@ from shark_llm.sharding.plan import LocalParameter
 class RankOperations:
     """Operations of one module. `parameters` are those of each rank, by name."""
 
-    dtype: str
     parameters: list[dict[str, LocalParameter]]
     linears: LinearLibrary
     readers: PageReaders
@@ -73,7 +72,7 @@ class RankOperations:
     def load(self, body: FunctionBody, name: str, rank: int) -> Value:
         """A parameter of the rank."""
         parameter = self.parameters[rank][name]
-        tensor = TensorType(shape=parameter.shape, dtype=DTYPES[self.dtype])
+        tensor = TensorType(shape=parameter.shape, dtype=DTYPES[parameter.dtype])
         return body.load(symbol_of(name, rank), tensor)
 
     def norm(
@@ -84,8 +83,13 @@ class RankOperations:
         return body.call(fragments.norm, (x, weight), (x.dims,))[0]
 
     def linear(self, body: FunctionBody, x: Value, name: str, rank: int) -> Value:
-        """x times the weight `name` of this rank, plus its bias where the rank has one."""
+        """x times the weight `name` of this rank, plus its bias where the rank has one.
+
+        A quantized weight comes with its scale.
+        """
         operands = [x, self.load(body, f"{name}.weight", rank)]
+        if self.linears.quantized:
+            operands.append(self.load(body, f"{name}.scale", rank))
         has_bias = f"{name}.bias" in self.parameters[rank]
         if has_bias:
             operands.append(self.load(body, f"{name}.bias", rank))
@@ -105,7 +109,9 @@ class RankOperations:
     def mlp(self, body: FunctionBody, x: Value, layer: int, rank: int) -> Value:
         """The rank's part of the MLP of a layer."""
         stems = [f"blk.{layer}.ffn_{name}" for name in ("gate", "up", "down")]
-        operands = [x, *(self.load(body, f"{stem}.weight", rank) for stem in stems)]
+        kinds = ("weight", "scale") if self.linears.quantized else ("weight",)
+        operands = [x]
+        operands += [self.load(body, f"{stem}.{kind}", rank) for kind in kinds for stem in stems]
         has_bias = [f"{stem}.bias" in self.parameters[rank] for stem in stems]
         operands += [
             self.load(body, f"{stem}.bias", rank)

@@ -110,6 +110,14 @@ class PackedProducts:
             f"inner_tiles = [{tile_n}, 1] into {result}_empty : {plain} -> {packed}",
         ]
 
+    @property
+    def widening(self) -> list[str]:
+        """From an element %in_w of a weight to %wide, an f32; nothing where it is one."""
+        if self.dtype == "f32":
+            return []
+        operation = "sitofp" if self.dtype == "i8" else "extf"
+        return [f"  %wide = arith.{operation} %in_w : {self.dtype} to f32"]
+
     def product(self, tiles: Tiles, k: int, n: int, x: str, w: str, result: str) -> list[str]:
         """Packed rows times a packed weight."""
         tile_n = self.form.tile_n
@@ -134,9 +142,7 @@ class PackedProducts:
         grain = side_by_side * max(1, tiles // (side_by_side * _MAX_WORKGROUPS))
         x_flat, y_flat = f"tensor<{k}xf32>", f"tensor<{tiles}x{tile_n}xf32>"
         w_packed, w_flat = self.tensor(tiles, k, tile_n, 1), self.tensor(tiles, k, tile_n)
-        wide, widen = "%in_w", []
-        if self.dtype != "f32":
-            wide, widen = "%wide", [f"  %wide = arith.extf %in_w : {self.dtype} to f32"]
+        wide = "%wide" if self.widening else "%in_w"
         return [
             f"{result}_x = tensor.collapse_shape {x} [[0, 1, 2, 3]] : tensor<1x{k}x1x1xf32> "
             f"into {x_flat}",
@@ -155,7 +161,7 @@ class PackedProducts:
             f"#iree_codegen.translation_info<pipeline = "
             f"#iree_cpu.pipeline<DoubleTilingExpert>>>}} {{",
             f"^bb0(%in_x: f32, %in_w: {self.dtype}, %out: f32):",
-            *widen,
+            *self.widening,
             f"  %product = arith.mulf %in_x, {wide} : f32",
             "  %s = arith.addf %out, %product : f32",
             "  linalg.yield %s : f32",

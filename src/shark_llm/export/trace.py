@@ -67,6 +67,7 @@ MLIR_DTYPES = {
     torch.float16: "f16",
     torch.bfloat16: "bf16",
     torch.int64: "i64",
+    torch.int8: "i8",
     torch.bool: "i1",
 }
 

@@ -68,7 +68,9 @@ def _headline(manifest: Manifest) -> str:
         if golden is None
         else f"passed, largest error {golden.max_abs_error:.3g} of {golden.tolerance:.3g} allowed"
     )
-    built = f"{manifest.source.name}, {manifest.dtype}, tp {manifest.tp}, {manifest.target.name}"
+    built = (
+        f"{manifest.source.name}, {manifest.precision}, tp {manifest.tp}, {manifest.target.name}"
+    )
     return (
         f"### {built}\n\n"
         f"- model: {manifest.source.name}{revision}, digest `{manifest.source.digest}`\n"
@@ -132,6 +134,8 @@ def build_command(manifest: Manifest, settings: Mapping[str, Any]) -> list[str]:
     else:
         command.append(settings.get("model") or manifest.source.name)
     command += ["--dtype", manifest.dtype, "--compile-target", manifest.target.name]
+    if manifest.weights_dtype is not None:
+        command += ["--weights-dtype", manifest.weights_dtype]
     command += ["--tp", str(manifest.tp), "--page-size", str(manifest.page_size)]
     command += ["--max-model-len", str(manifest.max_model_len)]
     command += ["--batch-sizes-prefill", *sizes["prefill"]]

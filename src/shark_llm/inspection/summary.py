@@ -34,6 +34,7 @@ def summarize(manifest: Manifest) -> dict[str, Any]:
             if name in config
         },
         "dtype": manifest.dtype,
+        "weights_dtype": manifest.weights_dtype,
         "kv_dtype": manifest.kv_dtype,
         "tp": manifest.tp,
         "plan": _plan(manifest),
@@ -78,7 +79,7 @@ def summary_lines(manifest: Manifest) -> list[str]:
         f"{config.get('hidden_size')}, mlp {config.get('intermediate_size')}, "
         f"{config.get('num_heads')} query and {config.get('num_kv_heads')} kv heads of "
         f"{config.get('head_dim')}, vocabulary {manifest.vocab_size}",
-        f"dtype         weights {manifest.dtype}, KV cache {manifest.kv_dtype}",
+        f"dtype         {manifest.precision}, KV cache {manifest.kv_dtype}",
         f"tp            {manifest.tp}; {_plan_text(summary['plan'])}",
         f"context       up to {manifest.max_model_len} tokens, pages of {manifest.page_size}",
         f"KV cache      {' + '.join(map(str, kv))} bytes per token"

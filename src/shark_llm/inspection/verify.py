@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from shark_llm import __version__
-from shark_llm.artifacts.bundle import Bundle, check_versions
+from shark_llm.artifacts.bundle import Bundle, archive_identity, check_versions
 from shark_llm.artifacts.cpu import missing_cpu_features
-from shark_llm.artifacts.irpa import Identity, archive_name, archive_ranks, check_archive
+from shark_llm.artifacts.irpa import archive_name, archive_ranks, check_archive
 from shark_llm.artifacts.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -108,9 +108,7 @@ def _identities(directory: Path, manifest: Manifest) -> Iterator[Check]:
         return
     for rank in archive_ranks(manifest.tp):
         name = archive_name(rank)
-        identity = Identity(
-            model=manifest.source.digest, tp=manifest.tp, rank=rank, dtype=manifest.dtype
-        )
+        identity = archive_identity(manifest, rank)
         try:
             check_archive(directory / name, identity)
         except ArtifactError as error:

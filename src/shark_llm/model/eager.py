@@ -27,14 +27,15 @@ class EagerSettings:
     num_pages: int
     attention_form: AttentionForm = "matmul"
     narrow_operands: bool = False
-    """Round activations to the weights' dtype before each product, as `LinearForm` plain does."""
+    """Round activations to the norms' dtype before each product, as `LinearForm` plain does."""
 
 
 @dataclass
 class EagerModel:
     """A paged Llama over `tp` ranks. `parameters` are whole tensors by our names, any float.
 
-    `plan` says how they are cut; its ranges are applied to the whole tensors here.
+    `plan` says how they are cut; its ranges are applied to the whole tensors here. A matrix may be
+    i8 with an f32 scale for each of its rows, `blk.0.attn_q.scale`.
     """
 
     config: ModelConfig
@@ -46,7 +47,7 @@ class EagerModel:
     """Per rank: keys and values of each layer in turn, each (P, one page)."""
 
     def __post_init__(self) -> None:
-        dtype = self.parameters["token_embd.weight"].dtype
+        dtype = self._dtype
         self.caches = []
         for rank in range(self.tp):
             k = self._local("blk.0.attn_k.weight", rank)
@@ -76,7 +77,8 @@ class EagerModel:
         partials = []
         for rank in ranks:
             first = torch.tensor(self._first_row(rank))
-            partials.append(llama.embed(tokens, first, self._weight("token_embd.weight", rank)))
+            table, scale = self._weight("token_embd.weight", rank), "token_embd.scale"
+            partials.append(llama.embed(tokens, first, table, self._local(scale, rank)))
         hidden = llama.add_partials(*partials)
         for layer in range(config.num_layers):
             x = self._norm(hidden, f"blk.{layer}.attn_norm.weight")
@@ -110,14 +112,22 @@ class EagerModel:
         output = "token_embd" if config.tie_word_embeddings else "output"
         return torch.cat([self._linear(last, output, rank) for rank in ranks], dim=1)
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of all that is not quantized, and of the caches."""
+        return self.parameters["output_norm.weight"].dtype
+
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return llama.norm(x, self.parameters[name], self.config.rms_norm_eps)
 
     def _linear(self, x: torch.Tensor, name: str, rank: int) -> torch.Tensor:
         weight = self._weight(f"{name}.weight", rank)
         if self.settings.narrow_operands:
-            x = x.to(weight.dtype)
+            x = x.to(self._dtype)
         y = x.to(torch.float32) @ weight.to(torch.float32).t()
+        scale = self._local(f"{name}.scale", rank)
+        if scale is not None:
+            y = y * scale
         bias = self._local(f"{name}.bias", rank)
         return y if bias is None else y + bias.to(torch.float32)
 

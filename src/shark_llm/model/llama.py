@@ -83,16 +83,25 @@ def prepare(
     return Step(cos, sin, mask, pages, torch.remainder(start_positions, page_size), readable)
 
 
-def embed(tokens: torch.Tensor, first_row: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def embed(
+    tokens: torch.Tensor,
+    first_row: torch.Tensor,
+    table: torch.Tensor,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
     """This rank's share of the embeddings: tokens (N, S), table (V, H) -> (M, H) f32.
 
     `first_row` (i64 scalar tensor) is the token id of the table's first row; ids of other ranks
-    give zeros, so the sum over ranks is the lookup in the whole table.
+    give zeros, so the sum over ranks is the lookup in the whole table. `scale` (V) f32 is that of a
+    quantized table's rows.
     """
     local = tokens.reshape(-1) - first_row  # (M)
     own = torch.logical_and(local >= 0, local < table.shape[0])
-    rows = torch.nn.functional.embedding(torch.where(own, local, 0), table)
-    return torch.where(own[:, None], rows.to(torch.float32), 0.0)
+    held = torch.where(own, local, 0)
+    rows = torch.nn.functional.embedding(held, table).to(torch.float32)
+    if scale is not None:
+        rows = rows * scale.index_select(0, held)[:, None]
+    return torch.where(own[:, None], rows, 0.0)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

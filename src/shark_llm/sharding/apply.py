@@ -1,11 +1,12 @@
 """Cut a checkpoint into the archives of a plan in one pass and little memory; and the inverse.
 
-Two threads take block after block, rows of a parameter, to the archives, in one of two ways:
+Two threads take block after block, rows of a parameter, to the archives, in one of three ways:
 
     copied     whole rows that lie in a file as they shall lie in the archives: by the kernel, which
                moves the bytes once
-    cast, cut  all others: read, and written in pieces of a buffer that stays in the core's cache,
+    cast, cut  other rows: read, and written in pieces of a buffer that stays in the core's cache,
                where a cast and a cut are cheap
+    quantized  the same, each row with its scale
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from shark_llm.artifacts.manifest import Placement, Replicate
 from shark_llm.checkpoint.source import Checkpoint, FileExtent, cut_short
 from shark_llm.errors import CheckpointError
 from shark_llm.sharding.archives import archive_entries, identity_of
-from shark_llm.sharding.plan import parameter_key, parameter_shapes
+from shark_llm.sharding.plan import parameter_key, parameter_shapes, scale_name
+from shark_llm.sharding.quantize import quantize
 
 # A block is read again soon after it was read, while it is in a cache: blocks of 8 MiB took up to
 # six times as long as this on a busy machine. Not less, so that a rank's part at tp 8 is a write of
@@ -44,6 +46,7 @@ PIECE_BYTES = 256 << 10
 """Of the archives, what is cast and cut at once: fits the second-level cache of a core."""
 
 TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+STORED_DTYPES = TORCH_DTYPES | {"i8": torch.int8}
 
 Progress = Callable[[int, int], None]
 """Called with (bytes of the checkpoint done, bytes in all)."""
@@ -59,9 +62,10 @@ def write_archives(
 ) -> list[Path]:
     """Write model.irpa and model.rank{r}.irpa into `out_dir` and return their paths.
 
-    `identity` gives model digest, tp and dtype (f32, f16 or bf16); its rank is not read. Every row
-    of the checkpoint is read once. Raises CheckpointError when a finite value has no finite
-    counterpart in the dtype, UsageError for an unknown dtype, CapacityError when the disk is full.
+    `identity` gives model digest, tp and dtype (f32, f16 or bf16); its rank is not read. A plan
+    with scales quantizes. Every row of the checkpoint is read once. Raises CheckpointError when a
+    finite value has no finite counterpart in the dtype, or one that is not finite is to be
+    quantized, UsageError for an unknown dtype, CapacityError when the disk is full.
     """
     config, dtype = checkpoint.config, TORCH_DTYPES.get(identity.dtype)
     entries = archive_entries(config, plan, tp=identity.tp, dtype=identity.dtype)
@@ -191,6 +195,9 @@ class _Job:
 
     def write(self, name: str, start: int, stop: int) -> None:
         """Rows start .. stop - 1 of a parameter."""
+        if scale_name(name) in self.plan:
+            self._write_quantized(name, start, stop)
+            return
         placement, info = self.plan[name], self.checkpoint.parameters[name]
         row_bytes = info.num_bytes // info.shape[0]
         extent = self.extents[name]
@@ -209,6 +216,23 @@ class _Job:
             for piece in self._buffers().pieces(name, part):
                 writer.write(key, piece, at)
                 at += piece.nbytes
+
+    def _write_quantized(self, name: str, start: int, stop: int) -> None:
+        """Scales are of whole rows, whoever will hold which columns."""
+        rows = self.checkpoint.read(name, start, stop)
+        if not rows.isfinite().all():
+            raise CheckpointError(
+                f"{name} has values that are not finite, which int8 cannot hold: repair the "
+                "checkpoint"
+            )
+        for stored, whole in zip((name, scale_name(name)), quantize(rows), strict=True):
+            placement = self.plan[stored]
+            for rank, (low, high), first, columns in _parts(placement, start, stop):
+                part = whole[low - start : high - start]
+                part = part if columns is None else part[:, columns].contiguous()
+                key = stored if rank is None else parameter_key(stored, placement, rank)
+                at = (low - first) * math.prod(part.shape[1:]) * part.itemsize
+                self.writers[rank].write(key, _bytes(part), at)
 
     def _buffers(self) -> _Buffers:
         """Of this thread."""

@@ -5,6 +5,9 @@
     vocab_parallel    token_embd output                      by rows of the vocabulary (dim 0)
     replicated        attn_norm ffn_norm output_norm         whole on every rank
 
+Quantized, each of these matrices has a scale for each of its rows (`quantize.py`): split with them
+where they are split, replicated where columns are.
+
 Vocab-parallel embedding: a rank looks up the rows it holds, gives zeros for the others, and the sum
 over ranks is all-reduced. A tied model takes the rank's shard of token_embd for its part of the
 logits.
@@ -81,6 +84,8 @@ class LocalParameter:
     """Its name in the archives: see `parameter_key`."""
     shape: tuple[int, ...]
     """The shape of what the rank holds."""
+    dtype: str
+    """In the archives: f32, f16, bf16 or i8."""
 
 
 def shape_key(rank: RankShape) -> tuple[int, int, int, int, bool]:
@@ -140,13 +145,38 @@ def plan_ranks(config: ModelConfig, tp: int) -> tuple[RankShape, ...]:
     )
 
 
-def plan_parameters(config: ModelConfig, tp: int) -> dict[str, Placement]:
-    """The placement of every parameter, in the order of the archives.
+def plan_parameters(
+    config: ModelConfig, tp: int, *, quantized: bool = False
+) -> dict[str, Placement]:
+    """The placement of every parameter, in the order of the archives; `quantized`: and of scales.
 
     At tp 1 all is Replicate: there is one archive, model.irpa, and keys are plain names.
     The bias of a row-parallel weight is Split along dim 0 with an empty range for all ranks but 0:
     a rank with an empty range has no such parameter. Raises ShardingError as `plan_ranks` does.
     """
+    plan = _plan_weights(config, tp)
+    if not quantized:
+        return plan
+    with_scales: dict[str, Placement] = {}
+    for name, shape in parameter_shapes(config).items():
+        placement = with_scales[name] = plan[name]
+        if len(shape) == 2:
+            by_rows = isinstance(placement, Split) and placement.dim == 0
+            with_scales[scale_name(name)] = placement if by_rows else Replicate()
+    return with_scales
+
+
+def is_quantized(plan: Mapping[str, Placement]) -> bool:
+    """Whether matrices are i8 and have scales."""
+    return scale_name("token_embd.weight") in plan
+
+
+def scale_name(weight: str) -> str:
+    """`blk.0.attn_q.scale`: of the scales of the matrix `blk.0.attn_q.weight`."""
+    return f"{weight.removesuffix('.weight')}.scale"
+
+
+def _plan_weights(config: ModelConfig, tp: int) -> dict[str, Placement]:
     ranks = plan_ranks(config, tp)
     if tp == 1:
         return dict.fromkeys(parameter_shapes(config), Replicate())
@@ -226,19 +256,35 @@ def parameter_key(name: str, placement: Placement, rank: int) -> str:
 
 
 def local_parameters(
-    config: ModelConfig, plan: Mapping[str, Placement], rank: int
+    config: ModelConfig, plan: Mapping[str, Placement], rank: int, dtype: str
 ) -> dict[str, LocalParameter]:
     """Every parameter that rank `rank` uses, by our plain name: shared ones whole, split ones cut.
 
-    Parameters whose range is empty on this rank are left out.
+    `dtype` is that of all that is not quantized. Parameters whose range is empty on this rank are
+    left out.
     """
     local = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, (shape, own_dtype) in stored_parameters(config, plan, dtype).items():
         placement = plan[name]
         cut = local_shape(shape, placement, rank)
         if math.prod(cut):
-            local[name] = LocalParameter(key=parameter_key(name, placement, rank), shape=cut)
+            key = parameter_key(name, placement, rank)
+            local[name] = LocalParameter(key=key, shape=cut, dtype=own_dtype)
     return local
+
+
+def stored_parameters(
+    config: ModelConfig, plan: Mapping[str, Placement], dtype: str
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(whole shape, dtype) of all that the archives hold, in their order: a scale comes after its
+    matrix."""
+    stored: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, shape in parameter_shapes(config).items():
+        scale = scale_name(name)
+        stored[name] = (shape, "i8" if scale in plan else dtype)
+        if scale in plan:
+            stored[scale] = (shape[:1], "f32")
+    return stored
 
 
 def local_shape(shape: tuple[int, ...], placement: Placement, rank: int) -> tuple[int, ...]:
