@@ -42,10 +42,10 @@ from shark_llm.checkpoint.open import open_checkpoint
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "equality"
 TPS = (1, 2, 3, 5, 8)
-TOLERANCE = {"f32": 1e-3, "bf16": 2e-2}
+TOLERANCE = {"f32": 1e-3, "bf16": 5e-3}
 """Of a log-probability, as a share of the largest |logit| of the sequence. f32 has another order of
 sums, which the huge activations of a first token magnify to some 1e-4; bf16 has besides a KV cache
-that is rounded to 8 bits of mantissa in each layer."""
+that is rounded to 8 bits of mantissa in each layer: 2.3e-3 was measured."""
 SHOWN = 5
 """Of what is wrong with the answers of one way of asking; the file has all of it."""
 TOP = 20
@@ -93,8 +93,8 @@ class Judge:
     def __init__(self, directory: Path, dtype: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         if dtype == "bf16":
-            # Weights alone: Module.to would round the rotary frequencies as well, and with them the
-            # angles, by whole radians at some hundred tokens.
+            # Weights alone: Module.to would round the rotary frequencies as well, by up to 0.4 %,
+            # and the angles of a hundred tokens with them by tenths of a radian.
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.copy_(weight.bfloat16())

@@ -38,8 +38,7 @@ def test_served_answers_are_transformers_own(compiled: CompiledModel, name: str)
 
 
 def test_the_bf16_judge_rounds_weights_and_no_angles(compiled: CompiledModel) -> None:
-    """C09: rounded with Module.to, the judge's own rotary frequencies were off by up to 0.4 %, and
-    it found fault with right answers of some hundred tokens."""
+    """C09: rounded with Module.to, the judge's own rotary frequencies were off by up to 0.4 %."""
     checkpoint = compiled("t0").checkpoint
     exact, rounded = (equality.Judge(checkpoint, dtype).model for dtype in ("f32", "bf16"))
     for name, buffer in exact.named_buffers():

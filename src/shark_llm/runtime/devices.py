@@ -123,7 +123,7 @@ class DeviceSet:
         """Once the devices have done something: let their workers move to cores that are free.
 
         Pinned, they took two to three times as long for a step, with one device as with several,
-        when another process was busy on one of two cores; when none was, as long as they do now.
+        when one of two cores had other work; when none had, as long as they do now.
         """
         for threads, cpus in self._threads:
             unpin_workers(threads, cpus)
