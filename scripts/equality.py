@@ -4,7 +4,8 @@ For each dtype and tp a bundle is built for this CPU and served; each prompt is 
 all of them together with sampled requests between them. transformers in float32, on the same files
 (for bf16 with the weights rounded to it), reads prompt and answer in one pass without a cache and
 judges each token: it must be the likeliest, or less likely than that one by no more than rounding
-can do. Bundles, the checkpoint and the results lie in .cache/equality.
+can do. Bundles, the checkpoint and the answers lie in .cache/equality; what the standard model
+says is kept in docs/correctness, with the table of docs/correctness.md.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ import http.client
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import equality_results
 import model as demo_model  # scripts/model.py: fetches the model
 import numpy as np
 import numpy.typing as npt
 import torch
 from benchmarks import machine, servers
 from benchmarks.servers import ServerError
+from equality_results import Served
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -38,10 +42,10 @@ from shark_llm.checkpoint.open import open_checkpoint
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache" / "equality"
 TPS = (1, 2, 3, 5, 8)
-TOLERANCE = {"f32": 1e-3, "bf16": 2e-2}
+TOLERANCE = {"f32": 1e-3, "bf16": 5e-3}
 """Of a log-probability, as a share of the largest |logit| of the sequence. f32 has another order of
 sums, which the huge activations of a first token magnify to some 1e-4; bf16 has besides a KV cache
-that is rounded to 8 bits of mantissa in each layer."""
+that is rounded to 8 bits of mantissa in each layer: 2.3e-3 was measured."""
 SHOWN = 5
 """Of what is wrong with the answers of one way of asking; the file has all of it."""
 TOP = 20
@@ -74,15 +78,13 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What the judge says of some answers."""
+    """What the judge says of some answers; `Served` says what the figures are."""
 
     tokens: int = 0
     near_ties: int = 0
-    """Tokens that are not the judge's, and less likely by no more than rounding can do."""
+    behind: float = 0.0
     error: float = 0.0
-    """The largest difference of a log-probability, as a share of the largest |logit|."""
     wrong: list[str] = field(default_factory=list)
-    """A line for each token or log-probability beyond the tolerance."""
 
 
 class Judge:
@@ -91,8 +93,12 @@ class Judge:
     def __init__(self, directory: Path, dtype: str) -> None:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         if dtype == "bf16":
-            model = model.to(torch.bfloat16).to(torch.float32)
-        self._model = model
+            # Weights alone: Module.to would round the rotary frequencies as well, by up to 0.4 %,
+            # and the angles of a hundred tokens with them by tenths of a radian.
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.copy_(weight.bfloat16())
+        self.model = model
         self._tolerance = TOLERANCE[dtype]
         self._known: dict[tuple[int, ...], npt.NDArray[np.float32]] = {}
 
@@ -106,8 +112,8 @@ class Judge:
             for i, (token, top) in enumerate(zip(answer.tokens, answer.top, strict=True)):
                 verdict.tokens += 1
                 behind = float(logits[i].max() - logits[i][token]) / scale
-                if behind > 0:
-                    verdict.near_ties += 1
+                verdict.near_ties += behind > 0
+                verdict.behind = max(verdict.behind, behind)
                 error = max(abs(top[each] - float(wanted[i][each])) for each in top) / scale
                 verdict.error = max(verdict.error, error)
                 # Both of two logits may be off, in opposite directions.
@@ -123,7 +129,7 @@ class Judge:
         """(tokens of the answer, V) f32: before each of them."""
         sequence = (*answer.prompt, *answer.tokens[:-1])
         if sequence not in self._known:
-            found = self._model(torch.tensor([sequence])).logits[0, len(answer.prompt) - 1 :]
+            found = self.model(torch.tensor([sequence])).logits[0, len(answer.prompt) - 1 :]
             self._known[sequence] = found.numpy()
         return self._known[sequence]
 
@@ -202,6 +208,8 @@ def build(checkpoint: Path, dtype: str, tp: int, batch_sizes: Sequence[int]) -> 
     bundle = CACHE / f"{dtype}-tp{tp}"
     command = [str(Path(sys.executable).with_name("shark-compile")), "--compile-target", "host"]
     command += ["--hf-model", str(checkpoint), "--dtype", dtype, "--tp", str(tp)]
+    # The compiler's checks of itself take a third of the time, and change nothing in the module.
+    command += ["--extra-compile-arg=--verify=false"]
     for phase in ("prefill", "decode"):
         command += [f"--batch-sizes-{phase}", *map(str, batch_sizes)]
     command += ["--output-artifacts-dir", str(bundle)]
@@ -223,46 +231,47 @@ def demo_checkpoint() -> Path:
 
 
 def measure(
-    checkpoint: Path, dtype: str, tps: Sequence[int], max_tokens: int, batch_sizes: Sequence[int]
-) -> list[dict[str, Any]]:
-    """A row for each tp and each way of asking."""
+    checkpoint: Path, dtype: str, tp: int, judge: Judge, options: argparse.Namespace
+) -> list[Served]:
+    """A row for each way of asking."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in PROMPTS.values()]
-    judge, rows = Judge(checkpoint, dtype), []
-    for tp in tps:
-        with serving(build(checkpoint, dtype, tp, batch_sizes)) as port:
-            for how, way in (("alone", alone), ("mixed", mixed)):
-                answers = way(port, prompts, max_tokens)
-                verdict = judge.judge(answers)
-                texts = [tokenizer.decode(answer.tokens) for answer in answers]
-                row = {"dtype": dtype, "tp": tp, "how": how, **asdict(verdict), "texts": texts}
-                rows.append(row)
-                print(f"equality: {dtype} tp {tp} {how}: {_summary(verdict)}", flush=True)
-                for line in verdict.wrong[:SHOWN]:
-                    print(f"equality:   {line}", flush=True)
+    rows, started = [], machine.now()
+    with serving(build(checkpoint, dtype, tp, options.batch_sizes)) as port:
+        for how, way in (("alone", alone), ("mixed", mixed)):
+            answers = way(port, prompts, options.max_tokens)
+            verdict = judge.judge(answers)
+            texts = [tokenizer.decode(answer.tokens) for answer in answers]
+            (CACHE / f"{dtype}-tp{tp}-{how}.json").write_text(json.dumps(texts, indent=1))
+            print(f"equality: {dtype} tp {tp} {how}: {_summary(verdict)}", flush=True)
+            for line in verdict.wrong[:SHOWN]:
+                print(f"equality:   {line}", flush=True)
+            rows.append(
+                Served(
+                    dtype=dtype,
+                    tp=tp,
+                    how=how,
+                    batch_sizes=options.batch_sizes,
+                    answers=[list(answer.tokens) for answer in answers],
+                    near_ties=verdict.near_ties,
+                    behind=verdict.behind,
+                    error=verdict.error,
+                    wrong=verdict.wrong,
+                    tolerance=TOLERANCE[dtype],
+                    started=started,
+                    commit=machine.commit(),
+                    command=shlex.join(["scripts/equality", *sys.argv[1:]]),
+                )
+            )
     return rows
 
 
 def _summary(verdict: Verdict) -> str:
     return (
         f"{verdict.tokens - verdict.near_ties} of {verdict.tokens} tokens are transformers' own, "
-        f"{verdict.near_ties} near-ties, {len(verdict.wrong)} wrong; error {verdict.error:.1e}"
+        f"{verdict.near_ties} near-ties, at most {verdict.behind:.1e} behind, "
+        f"{len(verdict.wrong)} wrong; error {verdict.error:.1e}"
     )
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
-    lines = [
-        "| dtype | tp | asked | tokens | the judge's own | near-ties | wrong | largest error |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['dtype']} | {row['tp']} | {row['how']} | {row['tokens']} | "
-        f"{row['tokens'] - row['near_ties']} | {row['near_ties']} | {len(row['wrong'])} | "
-        f"{row['error']:.1e} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -280,18 +289,13 @@ def main() -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     checkpoint, rows = options.hf_model or demo_checkpoint(), []
     for dtype in options.dtype:
-        rows += measure(checkpoint, dtype, options.tp, options.max_tokens, options.batch_sizes)
-    result = {
-        "started": machine.now(),
-        "commit": machine.commit(),
-        "model": checkpoint.name,
-        "tolerance": TOLERANCE,
-        "rows": rows,
-    }
-    path = CACHE / f"{'-'.join(options.dtype)}-tp{'-'.join(map(str, options.tp))}.json"
-    path.write_text(json.dumps(result, indent=1))
-    print(f"\n{table(rows)}\n\nequality: the answers are in {path.relative_to(ROOT)}")
-    if any(row["wrong"] for row in rows):
+        judge = Judge(checkpoint, dtype)
+        for tp in options.tp:
+            rows += measure(checkpoint, dtype, tp, judge, options)
+            if options.hf_model is None:
+                equality_results.write(equality_results.keep(rows))
+    print(f"\n{equality_results.table(rows)}\n\nequality: the texts are in {CACHE}")
+    if any(row.wrong for row in rows):
         sys.exit(1)
 
 

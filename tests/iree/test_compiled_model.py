@@ -7,7 +7,9 @@ wrote does not count. Tolerances are shares of the largest |logit|: docs/correct
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,6 +178,20 @@ def test_runs_are_equal_to_the_bit(runner: IreeRunner, name: str, compiled: Comp
         np.testing.assert_array_equal(walk(runner, tokens, 33), first)
     with running(compiled(name).bundle, driver="local-sync") as other:
         np.testing.assert_array_equal(walk(other, tokens, 33), first)
+
+
+@on("tp2")
+def test_workers_of_a_loaded_model_may_use_every_core(runner: IreeRunner, name: str) -> None:
+    """IREE pins each to a core, and a step waits for the one whose core has most to do."""
+    workers = [
+        int(task.name)
+        for task in Path("/proc/self/task").iterdir()
+        if (task / "comm").read_text().startswith("iree-worker")
+    ]
+    assert len(workers) >= 2
+    assert {frozenset(os.sched_getaffinity(worker)) for worker in workers} == {
+        frozenset(os.sched_getaffinity(0))
+    }
 
 
 def test_closing_twice_and_late_is_safe(compiled: CompiledModel) -> None:

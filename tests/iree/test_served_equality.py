@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -34,6 +35,19 @@ def test_served_answers_are_transformers_own(compiled: CompiledModel, name: str)
             assert verdict.tokens == len(LENGTHS) * MAX_TOKENS
             assert verdict.wrong == []
             assert 0 < verdict.error < 1e-5, "tiny models have small activations"
+
+
+def test_the_bf16_judge_rounds_weights_and_no_angles(compiled: CompiledModel) -> None:
+    """C09: rounded with Module.to, the judge's own rotary frequencies were off by up to 0.4 %."""
+    checkpoint = compiled("t0").checkpoint
+    exact, rounded = (equality.Judge(checkpoint, dtype).model for dtype in ("f32", "bf16"))
+    for name, buffer in exact.named_buffers():
+        assert torch.equal(rounded.get_buffer(name), buffer), name
+    changed = 0
+    for name, weight in exact.named_parameters():
+        assert torch.equal(rounded.get_parameter(name), weight.bfloat16().float()), name
+        changed += not torch.equal(rounded.get_parameter(name), weight)
+    assert changed > 0
 
 
 def test_the_judge_sees_another_token_and_another_logit(compiled: CompiledModel) -> None:

@@ -1,8 +1,9 @@
-"""The cores of this CPU are dealt out to the ranks, and each device's workers stay on its part."""
+"""The cores of this CPU are dealt out to the ranks; their workers stay on the process's."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,13 @@ import pytest
 
 from shark_llm.errors import UsageError
 from shark_llm.runtime import cores
-from shark_llm.runtime.cores import confined_to, share_cores, usable_cores
+from shark_llm.runtime.cores import (
+    confined_to,
+    cpus_around,
+    share_cores,
+    unpin_workers,
+    usable_cores,
+)
 from shark_llm.runtime.devices import DeviceConfig, DeviceSet
 
 FOUR = [(0, 4), (1, 5), (2, 6), (3, 7)]  # cores of two hyperthreads each
@@ -68,9 +75,8 @@ def test_every_rank_has_a_core_and_every_core_a_rank(count: int, ranks: int) -> 
         assert sum(sizes) == count
 
 
-def test_hyperthreads_are_one_core_and_sockets_stay_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def two_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As numbered by machines that count all cores of all sockets first, then their siblings."""
     for cpu, (socket, siblings) in enumerate(
         [("0", "0,4"), ("1", "1,5"), ("0", "2,6"), ("1", "3,7")] * 2
@@ -81,7 +87,20 @@ def test_hyperthreads_are_one_core_and_sockets_stay_together(
         (topology / "thread_siblings_list").write_text(f"{siblings}\n")
     monkeypatch.setattr(cores, "_CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)) - {6})
+
+
+@pytest.mark.usefixtures("two_sockets")
+def test_hyperthreads_are_one_core_and_sockets_stay_together() -> None:
     assert usable_cores() == [(0, 4), (2,), (1, 5), (3, 7)]
+
+
+@pytest.mark.usefixtures("two_sockets")
+def test_workers_keep_to_the_sockets_of_their_share() -> None:
+    found = usable_cores()
+    first, second = share_cores(found, 2, len(found))
+    assert cpus_around(first, found) == {0, 4, 2}
+    assert cpus_around(second[1:], found) == {1, 5, 3, 7}
+    assert cpus_around(found[1:3], found) == set(range(8)) - {6}
 
 
 def test_confinement_ends_with_its_block() -> None:
@@ -107,14 +126,35 @@ def test_devices_divide_the_cores_between_them(cpus: list[int], tp: int) -> None
     assert all(len(of_one) == 1 for of_one in found)
 
 
+@pytest.mark.parametrize("tp", [1, 3])
+def test_workers_that_have_begun_may_use_every_core(cpus: list[int], tp: int) -> None:
+    """Pinned, each waited for whatever else ran on its core: steps took three times as long."""
+    os.sched_setaffinity(0, cpus)
+    devices = DeviceSet(DeviceConfig(driver="local-task"), tp)
+    count = max(tp, len(cpus))
+    assert {len(of_one) for of_one in worker_cpus(count)} == {1}
+    devices.unpin_workers()
+    found = worker_cpus(count)
+    devices.close()
+    assert found == [frozenset(cpus)] * count
+
+
+def test_only_workers_are_unpinned_and_one_that_has_ended_is_no_error(cpus: list[int]) -> None:
+    os.sched_setaffinity(0, cpus[:1])
+    unpin_workers([threading.get_native_id(), 2**30], frozenset(cpus))
+    assert os.sched_getaffinity(0) == {cpus[0]}
+
+
 def test_workers_stay_where_this_process_may_run(cpus: list[int]) -> None:
     """A worker count of one's own left the CPUs that taskset allows: IREE unpins such workers."""
     last = cpus[-1]
     os.sched_setaffinity(0, {last})
     devices = DeviceSet(DeviceConfig(driver="local-task", cpu_threads=1), 1)
     found = worker_cpus(1)
+    devices.unpin_workers()
+    found += worker_cpus(1)
     devices.close()
-    assert found == [frozenset({last})]
+    assert found == [frozenset({last})] * 2
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_on_a_terminal_it_is_drawn() -> None:
         target="gfx942",
         device=DeviceMemory(name="mi300x", num_bytes=GIB * 8),
         dtype="f32",
+        weights_dtype=None,
         max_model_len=512,
         step_tokens=512,
         memory=plan_memory(config, memory_bytes=GIB * 8, dtype="f32", kv_dtype="f32"),

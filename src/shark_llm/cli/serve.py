@@ -118,8 +118,8 @@ def serve(
         _setting(
             "cpu_threads",
             _DEVICE,
-            "Worker threads of all local-task devices together, at least one each. Default: one on "
-            "each core.",
+            "Worker threads of all local-task devices together, at least one each. Default: as "
+            "many as cores.",
         ),
     ] = None,
     kv_cache_tokens: Annotated[

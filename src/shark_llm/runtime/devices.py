@@ -1,8 +1,8 @@
 """Devices: found by driver and id, opened once, and the only place that moves their bytes.
 
 A rank has one device. `local-task` and `local-sync` are this machine's CPU: they make as many
-simulated devices as there are ranks. The cores are dealt out to those of local-task, each of which
-has a worker pool of its own, with one thread on each of its cores.
+simulated devices as there are ranks. Those of local-task have a worker pool of their own each: one
+thread for every core, dealt out to the ranks (cores.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ import numpy.typing as npt
 from iree.runtime import _binding
 
 from shark_llm.errors import CapacityError, DeviceError, UsageError
-from shark_llm.runtime.cores import confined_to, share_cores, usable_cores
+from shark_llm.runtime.cores import (
+    confined_to,
+    cpus_around,
+    running_threads,
+    share_cores,
+    unpin_workers,
+    usable_cores,
+)
 
 DRIVERS = ("local-task", "local-sync", "hip", "cuda")
 CPU_DRIVERS = ("local-task", "local-sync")
@@ -48,8 +55,8 @@ class DeviceConfig:
     """How results come back. auto: mapped where the host sees the device's memory, else copied
     through a host buffer that is kept for the next time; always: through the host buffer."""
     cpu_threads: int | None = None
-    """Worker threads of all local-task devices together, at least one each; None: one per core.
-    More than there are cores let the ranks have cores in common."""
+    """Worker threads of all local-task devices together, at least one each; None: one per core, or
+    one per rank where there are more ranks."""
 
     def __post_init__(self) -> None:
         if self.driver not in DRIVERS:
@@ -94,6 +101,8 @@ class DeviceSet:
         self.devices: list[Any] = []
         self._staging: dict[tuple[int, int], Any] = {}  # (rank, bytes) -> host buffer
         self._downloads: dict[tuple[int, tuple[int, ...], str], npt.NDArray[Any]] = {}
+        self._threads: list[tuple[frozenset[int], frozenset[int]]] = []
+        """Of each simulated device: its threads, and the CPUs for its workers."""
         if config.driver in CPU_DRIVERS:
             self._open_cpu(tp)
         else:
@@ -102,11 +111,22 @@ class DeviceSet:
     def _open_cpu(self, tp: int) -> None:
         cores = usable_cores()
         for share in share_cores(cores, tp, self._worker_threads(tp, len(cores))):
+            before = running_threads()
             # A driver for each device: devices of one driver share its worker pool. IREE makes a
             # worker for every core that the thread which creates the driver may run on.
             with confined_to(share):
                 driver = _binding.create_hal_driver(self.config.driver)
             self.devices.append(driver.create_default_device(allocators=self._allocators))
+            self._threads.append((running_threads() - before, cpus_around(share, cores)))
+
+    def unpin_workers(self) -> None:
+        """Once the devices have done something: let their workers move to cores that are free.
+
+        Pinned, they took two to three times as long for a step, with one device as with several,
+        when one of two cores had other work; when none had, as long as they do now.
+        """
+        for threads, cpus in self._threads:
+            unpin_workers(threads, cpus)
 
     def _worker_threads(self, tp: int, num_cores: int) -> int:
         asked = self.config.cpu_threads

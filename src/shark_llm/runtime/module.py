@@ -171,6 +171,7 @@ def load_runner(
     devices = DeviceSet(config, manifest.tp)
     try:
         context, functions = _load_module(bundle, devices)
+        devices.unpin_workers()  # they have packed the weights by now
         caches = [
             devices.allocate(spec.rank, _cache_shape(spec, num_pages), spec.dtype)
             for spec in manifest.caches
