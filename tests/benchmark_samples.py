@@ -21,12 +21,14 @@ from benchmarks import (  # noqa: E402
     shard_builds,
     shard_writing,
     sharing,
+    sides,
     steps,
     tables,
     timing,
     worker,
 )
 from benchmarks.results import (  # noqa: E402
+    OPENVINO,
     OURS,
     PEER,
     LoadRound,
@@ -40,8 +42,11 @@ from benchmarks.results import (  # noqa: E402
 )
 
 __all__ = [
+    "OPENVINO",
     "OURS",
     "PEER",
+    "LoadRound",
+    "Series",
     "builds",
     "command",
     "load",
@@ -53,6 +58,7 @@ __all__ = [
     "shard_builds",
     "shard_writing",
     "sharing",
+    "sides",
     "steps",
     "tables",
     "timing",

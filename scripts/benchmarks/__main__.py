@@ -76,7 +76,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         add("--concurrency", type=_positive, nargs="+", default=[1, 4, 8, 16], help="streams")
         add("--prompt-tokens", type=_positive, default=128)
         add("--max-tokens", type=_positive, default=64)
-        add("--per-stream", type=_positive, default=2, help="requests of a stream in a round")
+        add("--per-stream", type=_positive, default=1, help="requests of a stream in a round")
     if name == "arrival":
         add("--streams", type=_positive, default=8, help="that decode when the prompt arrives")
         add("--stream-prompt-tokens", type=_positive, default=128)
@@ -90,6 +90,8 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         add("--concurrency", type=_positive, nargs="+", default=[1, 4], help="streams")
     if name in ("serve", "start"):
         add("--llama-server", action="store_true", help="also measure llama-server (builds it)")
+    if name in ("decode", "prefill", "serve"):
+        add("--openvino", action="store_true", help="also measure OpenVINO GenAI (installs it)")
 
 
 def _add_common(command: argparse.ArgumentParser, *, rounds: int | None) -> None:
@@ -120,9 +122,11 @@ def measure(options: argparse.Namespace, command: str) -> Path:
             device=options.device,
             rounds=options.rounds,
             steps=getattr(options, "steps", 1),
+            openvino=getattr(options, "openvino", False),
         )
         if options.benchmark in ("serve", "start"):
-            extra = _measure_servers(setup, options)
+            extra, found = _measure_servers(setup, options)
+            versions |= found
         elif options.benchmark in ("arrival", "prefix"):
             extra = {"timings": _measure_sharing(setup, options)}
         else:
@@ -163,18 +167,20 @@ def shapes(options: argparse.Namespace) -> list[Shape]:
     ]
 
 
-def _measure_servers(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+def _measure_servers(
+    setup: Setup, options: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, str]]:
     llama_server = peers.llama_server() if options.llama_server else None
     if options.benchmark == "start":
-        return {"timings": serving.start(setup, options.cores, llama_server=llama_server)}
+        return {"timings": serving.start(setup, options.cores, llama_server=llama_server)}, {}
     traffic = serving.Traffic(
         concurrency=tuple(options.concurrency),
         prompt_tokens=options.prompt_tokens,
         max_tokens=options.max_tokens,
         per_stream=options.per_stream,
     )
-    served = serving.measure(setup, traffic, options.cores, llama_server=llama_server)
-    return {"serve": served}
+    served, versions = serving.measure(setup, traffic, options.cores, llama_server=llama_server)
+    return {"serve": served}, versions
 
 
 def _measure_sharing(setup: Setup, options: argparse.Namespace) -> list[Timing]:
