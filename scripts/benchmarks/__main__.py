@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import command  # scripts/command.py
 
 from benchmarks import (
     builds,
@@ -28,7 +29,6 @@ from benchmarks.results import BENCHMARKS, Result, Timing
 from benchmarks.servers import ServerError
 from benchmarks.steps import Setup, Shape
 from benchmarks.worker import WorkerError
-from shark_llm.errors import SharkError
 
 STANDARD = ("decode", "prefill", "context", "serve")
 RESULTS = peers.CACHE / "results"
@@ -108,7 +108,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def measure(options: argparse.Namespace, command: str) -> Path:
+def measure(options: argparse.Namespace, given: str) -> Path:
     """Run one benchmark; returns the file of its result."""
     where, started = machine.facts(), machine.now()
     extra: dict[str, Any] = {}
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace, command: str) -> Path:
             versions |= measured.versions
     result = Result(
         benchmark=options.benchmark,
-        command=command,
+        command=given,
         started=started,
         commit=machine.commit(),
         model="SmolLM2-135M-Instruct",
@@ -202,19 +202,19 @@ def _measure_sharing(setup: Setup, options: argparse.Namespace) -> list[Timing]:
     return sharing.prefix(setup, prefix, options.cores)
 
 
-def run(arguments: Sequence[str]) -> None:
-    """What the command line says."""
+def run(arguments: Sequence[str]) -> int:
+    """What the command line says; returns the exit code."""
     options = parser().parse_args(arguments)
     if options.benchmark == "render":
         page.keep(options.results)
         page.write()
-        return
+        return 0
     if options.benchmark == "shard":
         shard.run(options)
-        return
+        return 0
     if options.benchmark != "all":
         measure(options, shlex.join(["scripts/bench", *arguments]))
-        return
+        return 0
     given = ["--dtype", options.dtype, "--cores", *map(str, options.cores)]
     given += ["--rounds", str(options.rounds)] if options.rounds else []
     made = []
@@ -224,18 +224,8 @@ def run(arguments: Sequence[str]) -> None:
     if options.keep:
         page.keep(made)
         page.write()
-
-
-def main() -> None:
-    """One line per error, as the project's own commands."""
-    try:
-        run(sys.argv[1:])
-    except (SharkError, PeerError, WorkerError, ServerError, LoadError) as error:
-        print(f"bench: error: {error}", file=sys.stderr)
-        sys.exit(2 if getattr(error, "exit_code", 1) == 2 else 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    command.main("bench", run, PeerError, WorkerError, ServerError, LoadError)
