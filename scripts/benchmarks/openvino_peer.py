@@ -29,10 +29,13 @@ PACKAGES = (
 CONVERTER = ("optimum==2.3.0", "optimum-intel==2.2.0")
 WEIGHT_FORMATS = {"bf16": "fp16", "f16": "fp16", "f32": "fp32"}
 """How the weights are kept: optimum-intel writes no bf16, and f16 is as wide."""
-PRECISIONS = {"bf16": ("bf16", "f32"), "f16": ("f16", "f32"), "f32": ("f32",)}
-"""What it may compute in. Without instructions for bf16, f32 is faster: the fastest is taken."""
-KV_PRECISIONS = {"bf16": "bf16", "f16": "f16", "f32": "f32"}
-"""Of equal width with ours; its own default is 8 bits."""
+FORMS = {
+    "bf16": (("bf16", "bf16"), ("f32", "f32")),
+    "f16": (("f16", "f16"), ("f32", "f32")),
+    "f32": (("f32", "f32"),),
+}
+"""What it may compute in, and keep keys and values in, which by default are 8 bits wide. A CPU
+without instructions for bf16 takes f32 alone."""
 ENVIRONMENT = CACHE / "openvino"
 PYTHON = ENVIRONMENT / "bin" / "python"
 

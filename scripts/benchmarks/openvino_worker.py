@@ -59,40 +59,51 @@ class OpenVinoSide:
         self,
         model: str,
         threads: int,
-        precisions: list[str],
-        kv_precision: str,
+        forms: list[tuple[str, str]],
         kv_cache_tokens: int,
         step_tokens: int | None = None,
     ) -> dict[str, str]:
-        """Load; of the `precisions` to compute in, keep the one that is fastest here.
+        """Load; of the `forms`, precisions of the arithmetic and of the KV cache, keep the fastest.
 
-        `step_tokens` is the most that a step takes in; None leaves the package's own default.
+        Those that this CPU lacks instructions for are left out. `step_tokens` is the most that a
+        step takes in; None leaves the package's own default.
         """
         self._vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
         scheduler = genai.SchedulerConfig()
-        scheduler.num_kv_blocks = -(-kv_cache_tokens // PAGE) + 1
+        scheduler.num_kv_blocks = -(-2 * kv_cache_tokens // PAGE)  # its last pages are half empty
         scheduler.enable_prefix_caching = False
         if step_tokens is not None:
             scheduler.max_num_batched_tokens = step_tokens
-        settings = {"INFERENCE_NUM_THREADS": threads, "KV_CACHE_PRECISION": kv_precision}
 
-        def load(precision: str) -> None:
+        def load(form: tuple[str, str]) -> None:
             self.close()
+            precision, kv_precision = form
+            properties = {
+                "INFERENCE_NUM_THREADS": threads,
+                "INFERENCE_PRECISION_HINT": precision,
+                "KV_CACHE_PRECISION": kv_precision,
+            }
             self._pipeline = genai.ContinuousBatchingPipeline(
-                model,
-                scheduler_config=scheduler,
-                device="CPU",
-                properties={**settings, "INFERENCE_PRECISION_HINT": precision},
+                model, scheduler_config=scheduler, device="CPU", properties=properties
             )
 
-        trial: dict[str, float] = {}
-        for precision in precisions:
-            load(precision)
-            trial[precision] = self._trial() if len(precisions) > 1 else 0.0
-        best = min(trial, key=lambda name: trial[name])
-        if best != precisions[-1]:
-            load(best)
-        return {"version": genai.__version__, "computes in": best}
+        trial: dict[tuple[str, str], float] = {}
+        refused: Exception | None = None
+        for form in map(tuple, forms):
+            try:
+                load(form)
+            except RuntimeError as error:  # no kernel for this CPU
+                refused = error
+            else:
+                trial[form] = self._trial() if len(forms) > 1 else 0.0
+        if not trial:
+            raise RuntimeError(f"it takes none of the forms {forms}") from refused
+        best = min(trial, key=lambda form: trial[form])
+        load(best)
+        return {
+            "version": genai.__version__,
+            "form": f"computes in {best[0]}, KV cache in {best[1]}",
+        }
 
     def prepare(self, phase: str, batch: int, context: int, steps: int) -> dict[str, str]:
         """Set what `round` measures."""
@@ -106,15 +117,14 @@ class OpenVinoSide:
                 lambda _: self._pipeline.step(),
                 steps=steps,
                 warmup=warmup,
-                untimed=lambda _: self._add(self._rows, max_tokens=1),
+                untimed=self._add_prompts,
             )
         streams = self._add(self._rows, max_tokens=steps + warmup + 1)
         while not all(stream.tokens for stream in streams):
             self._pipeline.step()
             for stream in streams:
                 stream.read()
-        for stream in streams:  # the first may have gone on while the last was in prefill
-            assert stream.tokens <= warmup + 1, "raise step_tokens: the prompts took many steps"
+        assert all(stream.tokens == 1 for stream in streams), "one step takes in all prompts"
         result = timing.timed(lambda _: self._pipeline.step(), steps=steps, warmup=warmup)
         self._finish()
         return result
@@ -133,6 +143,8 @@ class OpenVinoSide:
                 live.append(self._request(waiting.pop(), max_tokens))
             self._pipeline.step()
             done = [stream for stream in live if stream.read()]
+            if short := [stream.tokens for stream in done if stream.tokens != max_tokens]:
+                raise RuntimeError(f"a request ended after {short[0]} of {max_tokens} tokens")
             ended += done
             live = [stream for stream in live if stream not in done]
         return {
@@ -157,6 +169,9 @@ class OpenVinoSide:
         prompts = [self._prompt(TRIAL_PROMPT) for _ in range(TRIAL_STREAMS)]
         runs = [self.load(prompts, TRIAL_STREAMS, TRIAL_TOKENS) for _ in range(3)]
         return float(min(run["wall_s"] for run in runs))
+
+    def _add_prompts(self, _: int) -> None:
+        self._add(self._rows, max_tokens=1)
 
     def _add(self, count: int, *, max_tokens: int) -> list[Stream]:
         return [self._request(self._prompt(self._tokens), max_tokens) for _ in range(count)]

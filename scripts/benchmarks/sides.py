@@ -58,8 +58,7 @@ class OpenVinoSide:
 
     def __init__(self, worker: Worker, opened: Mapping[str, str]) -> None:
         self._worker = worker
-        self.version = opened["version"]
-        self.form = f"computes in {opened['computes in']}"
+        self.form = opened["form"]
 
     def round(self, asked: load.Load) -> LoadRound:
         busy = timing.machine_busy_seconds()
@@ -90,8 +89,7 @@ def openvino(
                 "open",
                 model=str(model),
                 threads=len(cpus),
-                precisions=openvino_peer.PRECISIONS[dtype],
-                kv_precision=openvino_peer.KV_PRECISIONS[dtype],
+                forms=openvino_peer.FORMS[dtype],
                 kv_cache_tokens=kv_cache_tokens,
                 step_tokens=step_tokens,
             ),

@@ -84,7 +84,7 @@ def measure(setup: Setup, shapes: Sequence[Shape], cores: Sequence[int]) -> Meas
                     openvino(setup.dtype, cpus, kv_cache_tokens=tokens, step_tokens=tokens)
                 )
                 versions[f"{OPENVINO}, {count} {'core' if count == 1 else 'cores'}"] = (
-                    f"{said['version']} computing in {said['computes in']}"
+                    f"{said['version']}, {said['form']}"
                 )
             memory = stack.enter_context(open_memory(library, cpus))
             speeds: list[dict[str, float]] = []

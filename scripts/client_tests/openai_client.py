@@ -124,7 +124,7 @@ def structured(base_url: str) -> None:
         refused = error.message
     else:
         raise AssertionError("a schema that is none was not refused")
-    assert "schema" in refused, refused
+    assert "response_format" in refused, refused
 
 
 async def asynchronous(base_url: str) -> None:
