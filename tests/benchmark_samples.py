@@ -13,6 +13,7 @@ from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
     builds,
     load,
+    openvino_peer,
     page,
     results,
     servers,
@@ -50,6 +51,7 @@ __all__ = [
     "builds",
     "command",
     "load",
+    "openvino_peer",
     "page",
     "results",
     "servers",
