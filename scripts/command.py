@@ -15,9 +15,10 @@ def main(script: str, run: Callable[[Sequence[str]], int], *errors: type[Excepti
     `errors` are the script's own whose message is for the user; they end it with 1, as those of
     the project do, but for a wrong use: 2.
     """
+    expected: tuple[type[Exception], ...] = (SharkError, *errors)
     try:
         sys.exit(run(sys.argv[1:]))
-    except (SharkError, *errors) as error:
+    except expected as error:
         print(f"{script}: error: {error}", file=sys.stderr)
         sys.exit(2 if getattr(error, "exit_code", 1) == 2 else 1)
     except KeyboardInterrupt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ class Handle:
     """A request of the made-up pipeline: its prompt takes one step, each token another."""
 
     def __init__(self, max_tokens: int) -> None:
-        self.left, self.unread = max_tokens, 0
+        self.left, self.unread, self.is_new = max_tokens, 0, True
 
     def can_read(self) -> bool:
         return self.unread > 0
@@ -42,23 +43,30 @@ class Pipeline:
         if properties["KV_CACHE_PRECISION"] == "bf16":
             raise RuntimeError("expect kvcache type f32, current: bf16")
         self.properties = properties
-        self.handles: list[Handle] = []
-        self.most = 0
+        self.requests: list[weakref.ref[Handle]] = []
+        self.most = self.prefills = 0
         Pipeline.made.append(self)
 
     def add_request(self, number: int, ids: Any, config: Any) -> Handle:
-        self.handles.append(Handle(config.max_new_tokens))
-        return self.handles[-1]
+        handle = Handle(config.max_new_tokens)
+        self.requests.append(weakref.ref(handle))
+        return handle
 
     def step(self) -> None:
-        live = [handle for handle in self.handles if handle.left]
+        live = [handle for handle in self.handles() if handle.left]
         self.most = max(self.most, len(live))
         for handle in live:
+            self.prefills += handle.is_new
+            handle.is_new = False
             handle.left -= 1
             handle.unread += 1
 
     def has_non_finished_requests(self) -> bool:
-        return any(handle.left for handle in self.handles)
+        return any(handle.left for handle in self.handles())
+
+    def handles(self) -> list[Handle]:
+        """As in the real one, a request whose handle is gone is gone."""
+        return [handle for request in self.requests if (handle := request())]
 
 
 @pytest.fixture
@@ -124,3 +132,4 @@ def test_steps_are_those_of_all_rows(side: Any, tmp_path: Path) -> None:
     assert Pipeline.made[-1].most == 4
     side.prepare(phase="prefill", batch=2, context=32, steps=5)
     assert len(side.round(steps=2, warmup=1)["wall_us"]) == 2
+    assert Pipeline.made[-1].prefills == 4 + 2 * 3, "none was dropped before its step"
