@@ -13,6 +13,7 @@ from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
     builds,
     load,
+    openvino_peer,
     page,
     results,
     servers,
@@ -21,12 +22,14 @@ from benchmarks import (  # noqa: E402
     shard_builds,
     shard_writing,
     sharing,
+    sides,
     steps,
     tables,
     timing,
     worker,
 )
 from benchmarks.results import (  # noqa: E402
+    OPENVINO,
     OURS,
     PEER,
     LoadRound,
@@ -40,11 +43,15 @@ from benchmarks.results import (  # noqa: E402
 )
 
 __all__ = [
+    "OPENVINO",
     "OURS",
     "PEER",
+    "LoadRound",
+    "Series",
     "builds",
     "command",
     "load",
+    "openvino_peer",
     "page",
     "results",
     "servers",
@@ -53,6 +60,7 @@ __all__ = [
     "shard_builds",
     "shard_writing",
     "sharing",
+    "sides",
     "steps",
     "tables",
     "timing",

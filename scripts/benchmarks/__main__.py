@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import command  # scripts/command.py
 
 from benchmarks import (
     builds,
@@ -28,7 +29,6 @@ from benchmarks.results import BENCHMARKS, Result, Timing
 from benchmarks.servers import ServerError
 from benchmarks.steps import Setup, Shape
 from benchmarks.worker import WorkerError
-from shark_llm.errors import SharkError
 
 STANDARD = ("decode", "prefill", "context", "serve")
 RESULTS = peers.CACHE / "results"
@@ -76,7 +76,7 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         add("--concurrency", type=_positive, nargs="+", default=[1, 4, 8, 16], help="streams")
         add("--prompt-tokens", type=_positive, default=128)
         add("--max-tokens", type=_positive, default=64)
-        add("--per-stream", type=_positive, default=2, help="requests of a stream in a round")
+        add("--per-stream", type=_positive, default=1, help="requests of a stream in a round")
     if name == "arrival":
         add("--streams", type=_positive, default=8, help="that decode when the prompt arrives")
         add("--stream-prompt-tokens", type=_positive, default=128)
@@ -90,6 +90,8 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         add("--concurrency", type=_positive, nargs="+", default=[1, 4], help="streams")
     if name in ("serve", "start"):
         add("--llama-server", action="store_true", help="also measure llama-server (builds it)")
+    if name in ("decode", "prefill", "serve"):
+        add("--openvino", action="store_true", help="also measure OpenVINO GenAI (installs it)")
 
 
 def _add_common(command: argparse.ArgumentParser, *, rounds: int | None) -> None:
@@ -111,7 +113,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def measure(options: argparse.Namespace, command: str) -> Path:
+def measure(options: argparse.Namespace, given: str) -> Path:
     """Run one benchmark; returns the file of its result."""
     where, started = machine.facts(), machine.now()
     extra: dict[str, Any] = {}
@@ -125,9 +127,11 @@ def measure(options: argparse.Namespace, command: str) -> Path:
             device=options.device,
             rounds=options.rounds,
             steps=getattr(options, "steps", 1),
+            openvino=getattr(options, "openvino", False),
         )
         if options.benchmark in ("serve", "start"):
-            extra = _measure_servers(setup, options)
+            extra, found = _measure_servers(setup, options)
+            versions |= found
         elif options.benchmark in ("arrival", "prefix"):
             extra = {"timings": _measure_sharing(setup, options)}
         else:
@@ -136,7 +140,7 @@ def measure(options: argparse.Namespace, command: str) -> Path:
             versions |= measured.versions
     result = Result(
         benchmark=options.benchmark,
-        command=command,
+        command=given,
         started=started,
         commit=machine.commit(),
         model="SmolLM2-135M-Instruct",
@@ -168,18 +172,20 @@ def shapes(options: argparse.Namespace) -> list[Shape]:
     ]
 
 
-def _measure_servers(setup: Setup, options: argparse.Namespace) -> dict[str, Any]:
+def _measure_servers(
+    setup: Setup, options: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, str]]:
     llama_server = peers.llama_server() if options.llama_server else None
     if options.benchmark == "start":
-        return {"timings": serving.start(setup, options.cores, llama_server=llama_server)}
+        return {"timings": serving.start(setup, options.cores, llama_server=llama_server)}, {}
     traffic = serving.Traffic(
         concurrency=tuple(options.concurrency),
         prompt_tokens=options.prompt_tokens,
         max_tokens=options.max_tokens,
         per_stream=options.per_stream,
     )
-    served = serving.measure(setup, traffic, options.cores, llama_server=llama_server)
-    return {"serve": served}
+    served, versions = serving.measure(setup, traffic, options.cores, llama_server=llama_server)
+    return {"serve": served}, versions
 
 
 def _measure_sharing(setup: Setup, options: argparse.Namespace) -> list[Timing]:
@@ -201,19 +207,19 @@ def _measure_sharing(setup: Setup, options: argparse.Namespace) -> list[Timing]:
     return sharing.prefix(setup, prefix, options.cores)
 
 
-def run(arguments: Sequence[str]) -> None:
-    """What the command line says."""
+def run(arguments: Sequence[str]) -> int:
+    """What the command line says; returns the exit code."""
     options = parser().parse_args(arguments)
     if options.benchmark == "render":
         page.keep(options.results)
         page.write()
-        return
+        return 0
     if options.benchmark == "shard":
         shard.run(options)
-        return
+        return 0
     if options.benchmark != "all":
         measure(options, shlex.join(["scripts/bench", *arguments]))
-        return
+        return 0
     given = ["--dtype", options.dtype, "--cores", *map(str, options.cores)]
     given += ["--rounds", str(options.rounds)] if options.rounds else []
     made = []
@@ -223,18 +229,8 @@ def run(arguments: Sequence[str]) -> None:
     if options.keep:
         page.keep(made)
         page.write()
-
-
-def main() -> None:
-    """One line per error, as the project's own commands."""
-    try:
-        run(sys.argv[1:])
-    except (SharkError, PeerError, WorkerError, ServerError, LoadError) as error:
-        print(f"bench: error: {error}", file=sys.stderr)
-        sys.exit(2 if getattr(error, "exit_code", 1) == 2 else 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    command.main("bench", run, PeerError, WorkerError, ServerError, LoadError)

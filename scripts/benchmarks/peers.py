@@ -53,10 +53,10 @@ def _install_llama_cpp() -> None:
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
     log = CACHE / "llama.cpp.log"
     log.write_bytes(b"")
-    _run([sys.executable, "-m", "venv", str(ENVIRONMENT)], log)
+    run([sys.executable, "-m", "venv", str(ENVIRONMENT)], log)
     install = [str(PYTHON), "-m", "pip", "install", "--no-input", "--no-cache-dir"]
     install += ["--no-binary", "llama-cpp-python", f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
-    _run(install, log, CMAKE_ARGS=" ".join(CMAKE_FLAGS))
+    run(install, log, CMAKE_ARGS=" ".join(CMAKE_FLAGS))
 
 
 def llama_server() -> Path:
@@ -76,7 +76,7 @@ def _build_llama_server() -> None:
     download = [str(PYTHON), "-m", "pip", "download", "--no-input", "--no-deps"]
     download += ["--no-binary", ":all:", f"llama-cpp-python=={LLAMA_CPP_PYTHON}"]
     download += ["--dest", str(room)]
-    _run(download, log)
+    run(download, log)
     (sdist,) = room.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(room, filter="data")
@@ -84,9 +84,9 @@ def _build_llama_server() -> None:
     build = room / "build"
     static = ["-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF"]
     static += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]
-    _run(["cmake", "-S", str(source), "-B", str(build), *CMAKE_FLAGS, *static], log)
+    run(["cmake", "-S", str(source), "-B", str(build), *CMAKE_FLAGS, *static], log)
     jobs = str(len(os.sched_getaffinity(0)))
-    _run(["cmake", "--build", str(build), "--target", "llama-server", "--parallel", jobs], log)
+    run(["cmake", "--build", str(build), "--target", "llama-server", "--parallel", jobs], log)
     shutil.copy2(build / "bin" / "llama-server", SERVER)
     shutil.rmtree(room)
 
@@ -116,7 +116,7 @@ def triad_library() -> Path:
             raise PeerError("no C compiler (cc) for the memory bandwidth's kernel: install one")
         library.parent.mkdir(parents=True, exist_ok=True)
         staged = library.with_suffix(".part")
-        _run([compiler, *TRIAD_FLAGS, str(source), "-o", str(staged)], CACHE / "triad.log")
+        run([compiler, *TRIAD_FLAGS, str(source), "-o", str(staged)], CACHE / "triad.log")
         staged.replace(library)
     return library
 
@@ -150,7 +150,7 @@ def check_dtype(manifest: Manifest, asked: str) -> None:
         raise UsageError(f"the bundle is in {bundle_dtype}, --dtype is {asked}: they must be equal")
 
 
-def _run(command: list[str], log: Path, **environment: str) -> None:
+def run(command: list[str], log: Path, **environment: str) -> None:
     with log.open("ab") as output:
         code = subprocess.run(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}

@@ -19,6 +19,7 @@ from shark_llm.errors import UsageError
 
 OURS = "shark-llm"
 PEER = "llama.cpp"
+OPENVINO = "OpenVINO GenAI"
 BENCHMARKS = {
     "decode": "one decode step, by batch size",
     "prefill": "one prefill, by prompt length",
@@ -119,10 +120,14 @@ class StepCase(Fact):
         return next(s for s in self.series if s.side == name)
 
     @property
-    def ratios(self) -> list[float]:
-        """How many times as fast as the peer we were, round by round."""
-        ours, peer = self.side(OURS).rounds, self.side(PEER).rounds
-        return paired_ratios([r.seconds for r in peer], [r.seconds for r in ours])
+    def peers(self) -> list[str]:
+        """The names of the other sides."""
+        return [s.side for s in self.series if s.side != OURS]
+
+    def ratios(self, peer: str) -> list[float]:
+        """How many times as fast as a peer we were, round by round."""
+        ours, theirs = self.side(OURS).rounds, self.side(peer).rounds
+        return paired_ratios([r.seconds for r in theirs], [r.seconds for r in ours])
 
 
 class Bandwidth(Fact):
@@ -162,12 +167,15 @@ class LoadRound(Fact):
 
 
 class LoadSeries(Fact):
+    """All rounds of one side. `form`: the one of its forms that was fastest, by warm-up round."""
+
     side: str
+    form: str = ""
     rounds: list[LoadRound]
 
 
 class ServeCase(Fact):
-    """A load on one or two servers: `concurrency` streams, each a request after another."""
+    """A load on one or more sides: `concurrency` streams, each a request after another."""
 
     cores: int
     concurrency: int

@@ -105,13 +105,20 @@ def ours(
 
 
 def theirs(
-    binary: Path, model: Path, *, cpus: Sequence[int], kv_cache_tokens: int, max_num_seqs: int
+    binary: Path,
+    model: Path,
+    *,
+    cpus: Sequence[int],
+    kv_cache_tokens: int,
+    max_num_seqs: int,
+    unified: bool,
 ) -> Server:
-    """llama-server with one KV cache for all slots, its faster form for a few streams."""
+    """llama-server with one KV cache for all slots (`unified`) or one for each."""
     port, threads = free_port(), str(len(cpus))
     command = [str(binary), "--model", str(model), "--host", HOST, "--port", str(port)]
     command += ["--threads", threads, "--threads-batch", threads, "--no-webui"]
-    command += ["--parallel", str(max_num_seqs), "--ctx-size", str(kv_cache_tokens), "--kv-unified"]
+    command += ["--parallel", str(max_num_seqs), "--ctx-size", str(kv_cache_tokens)]
+    command += ["--kv-unified" if unified else "--no-kv-unified"]
     return Server(PEER, command, port=port, cpus=cpus)
 
 

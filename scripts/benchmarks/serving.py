@@ -1,20 +1,20 @@
-"""serve and start: shark-serve under load beside its own bare module, and beside llama-server.
+"""serve and start: shark-serve under load beside its own bare module, and beside its peers.
 
-A round is our server, theirs when asked for, then our module alone doing the same decode and the
-same prefill. Servers and module are pinned to the same cores; the client runs on the others where
-there are any.
+A round is our server, the peers that were asked for, then our module alone doing the same decode
+and the same prefill. All are pinned to the same cores; the client runs on the others where there
+are any.
 """
 
 from __future__ import annotations
 
-import os
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import load, machine, peers, servers, steps, timing
+from benchmarks import load, machine, peers, servers, steps
 from benchmarks.results import (
     OURS,
     LoadRound,
@@ -24,10 +24,10 @@ from benchmarks.results import (
     ServeCase,
     StepCase,
     Timing,
-    percentile,
 )
 from benchmarks.servers import Server
-from benchmarks.worker import Worker, on_cpus
+from benchmarks.sides import OpenVinoSide, ServerSide, Side, openvino
+from benchmarks.worker import Worker
 from shark_llm.artifacts.bundle import open_bundle
 from shark_llm.artifacts.manifest import Manifest
 from shark_llm.errors import UsageError
@@ -50,29 +50,39 @@ class Traffic:
 
 def measure(
     setup: steps.Setup, traffic: Traffic, cores: Sequence[int], *, llama_server: Path | None
-) -> list[ServeCase]:
-    """All concurrencies on each number of cores."""
+) -> tuple[list[ServeCase], dict[str, str]]:
+    """All concurrencies on each number of cores; versions of what takes part beside us."""
     manifest = open_bundle(setup.bundle).manifest
     peers.check_dtype(manifest, setup.dtype)
     _check(manifest, traffic)
     cases: list[ServeCase] = []
+    versions: dict[str, str] = {}
     for count in cores:
         cpus = machine.choose_cpus(count)
         with ExitStack() as stack:
-            running = [
-                stack.enter_context(server)
-                for server in start_servers(setup, traffic, manifest, cpus, llama_server)
+            running: list[Side] = [
+                ServerSide(stack.enter_context(server), cpus, form)
+                for server, form in start_servers(setup, traffic, manifest, cpus, llama_server)
             ]
+            if setup.openvino:
+                worker, said = stack.enter_context(
+                    openvino(setup.dtype, cpus, kv_cache_tokens=_peer_tokens(traffic, manifest))
+                )
+                running.append(OpenVinoSide(worker, said))
+                versions["openvino-genai"] = said["version"]
             bare = stack.enter_context(
                 steps.open_ours(setup, manifest, _module_shapes(traffic, manifest), cpus)
             )
             for streams in traffic.concurrency:
                 case = _case(setup, traffic, manifest, streams, cpus, running, bare)
                 cases.append(case)
-                rate = percentile([r.rate for r in case.ours.rounds], 0.5)
-                print(f"bench: {count} cores, {streams} streams: {rate:.1f} tok/s", flush=True)
+                rates = ", ".join(
+                    f"{s.side} {statistics.median(r.rate for r in s.rounds):.1f}"
+                    for s in case.series
+                )
+                print(f"bench: {count} cores, {streams} streams, tok/s: {rates}", flush=True)
             bare.call("close")
-    return cases
+    return cases, versions
 
 
 def start_servers(
@@ -81,26 +91,41 @@ def start_servers(
     manifest: Manifest,
     cpus: Sequence[int],
     llama_server: Path | None,
-) -> Iterator[Server]:
-    """Ours, then theirs if wanted; each is started when asked for."""
+) -> Iterator[tuple[Server, str]]:
+    """Ours, then theirs if wanted in both its forms; each is started when asked for."""
     streams = max(traffic.concurrency)
-    page = manifest.page_size
-    per_stream = -(-(traffic.prompt_tokens + traffic.max_tokens) // page) * page
-    yield servers.ours(
-        setup.bundle,
-        device=setup.device,
-        cpus=cpus,
-        kv_cache_tokens=streams * per_stream * KEPT_ANSWERS,
-        max_num_seqs=streams,
+    yield (
+        servers.ours(
+            setup.bundle,
+            device=setup.device,
+            cpus=cpus,
+            kv_cache_tokens=streams * _tokens_of_a_stream(traffic, manifest) * KEPT_ANSWERS,
+            max_num_seqs=streams,
+        ),
+        "",
     )
     if llama_server is not None:
-        yield servers.theirs(
-            llama_server,
-            peers.gguf(setup.dtype),
-            cpus=cpus,
-            kv_cache_tokens=streams * -(-2 * per_stream // 256) * 256,
-            max_num_seqs=streams,
-        )
+        for unified in (True, False) if streams > 1 else (True,):
+            server = servers.theirs(
+                llama_server,
+                peers.gguf(setup.dtype),
+                cpus=cpus,
+                kv_cache_tokens=_peer_tokens(traffic, manifest),
+                max_num_seqs=streams,
+                unified=unified,
+            )
+            yield server, "one KV cache" if unified else "a KV cache for each"
+
+
+def _tokens_of_a_stream(traffic: Traffic, manifest: Manifest) -> int:
+    page = manifest.page_size
+    return -(-(traffic.prompt_tokens + traffic.max_tokens) // page) * page
+
+
+def _peer_tokens(traffic: Traffic, manifest: Manifest) -> int:
+    """A peer's KV cache: twice what the streams need, in whole steps of 256."""
+    per_stream = -(-2 * _tokens_of_a_stream(traffic, manifest) // 256) * 256
+    return max(traffic.concurrency) * per_stream
 
 
 def _case(
@@ -109,14 +134,14 @@ def _case(
     manifest: Manifest,
     streams: int,
     cpus: Sequence[int],
-    running: Sequence[Server],
+    running: Sequence[Side],
     bare: Worker,
 ) -> ServeCase:
-    loads: dict[str, list[LoadRound]] = {server.side: [] for server in running}
+    loads: dict[Side, list[LoadRound]] = {side: [] for side in running}
     shapes = _shapes_of(traffic, manifest, streams)
     alone: list[list[Round]] = [[] for _ in shapes]
     for number in range(-1, setup.rounds):  # the first round warms up
-        for server in running:
+        for side, rounds in loads.items():
             asked = load.Load(
                 concurrency=streams,
                 requests=streams * (traffic.per_stream if number >= 0 else 1),
@@ -125,9 +150,9 @@ def _case(
                 vocab_size=manifest.vocab_size,
                 seed=streams * 1000 + number,
             )
-            sample = load_round(server, asked, cpus)
-            if number >= 0:
-                loads[server.side].append(sample)
+            rounds.append(side.round(asked))
+        if number < 0:
+            loads = {side: [] for side in fastest_forms(loads)}
         for shape, rounds in zip(shapes, alone, strict=True):
             count = setup.steps if shape.phase == "decode" else max(2, setup.steps // 8)
             bare.call(
@@ -146,7 +171,10 @@ def _case(
         concurrency=streams,
         prompt_tokens=traffic.prompt_tokens,
         max_tokens=traffic.max_tokens,
-        series=[LoadSeries(side=side, rounds=rounds) for side, rounds in loads.items()],
+        series=[
+            LoadSeries(side=side.name, form=side.form, rounds=rounds)
+            for side, rounds in loads.items()
+        ],
         module=[
             StepCase(
                 cores=len(cpus),
@@ -161,37 +189,14 @@ def _case(
     )
 
 
-def load_round(server: Server, asked: load.Load, cpus: Sequence[int]) -> LoadRound:
-    """One load from its first request to its last token."""
-    allowed = os.sched_getaffinity(0)
-    with on_cpus(allowed - set(cpus) or allowed):
-        busy, own, spent = timing.machine_busy_seconds(), time.process_time(), server.cpu_seconds()
-        before = servers.metrics(server.port) if server.side == OURS else {}
-        answers, seconds = load.run(servers.HOST, server.port, asked)
-        spent = server.cpu_seconds() - spent
-        others = timing.machine_busy_seconds() - busy - spent - (time.process_time() - own)
-    gaps = [gap * 1e3 for answer in answers for gap in answer.gaps] or [0.0]
-    return LoadRound(
-        output_tokens=sum(answer.output_tokens for answer in answers),
-        wall_s=round(seconds, 4),
-        ttft_ms=[round(answer.ttft * 1e3, 1) for answer in answers],
-        tpot_ms=[round(answer.tpot * 1e3, 2) for answer in answers],
-        gap_p50_ms=round(percentile(gaps, 0.5), 2),
-        gap_p95_ms=round(percentile(gaps, 0.95), 2),
-        server_cpu_s=round(spent, 2),
-        others=round(min(1.0, max(0.0, others / seconds / (os.cpu_count() or 1))), 3),
-        load=round(os.getloadavg()[0], 2),
-        device_wait=device_wait(before, servers.metrics(server.port)) if before else None,
-    )
-
-
-def device_wait(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Between two looks at our metrics."""
-    step, forward = (
-        after[name] - before[name]
-        for name in ("shark_engine_step_seconds_total", "shark_engine_forward_seconds_total")
-    )
-    return round(1 - forward / step, 4)
+def fastest_forms(warmups: Mapping[Side, Sequence[LoadRound]]) -> list[Side]:
+    """Of each side's forms the one with the best rate, in the order of the sides."""
+    best: dict[str, Side] = {}
+    for side, rounds in warmups.items():
+        other = best.get(side.name)
+        if other is None or rounds[-1].rate > warmups[other][-1].rate:
+            best[side.name] = side
+    return list(best.values())
 
 
 def start(setup: steps.Setup, cores: Sequence[int], *, llama_server: Path | None) -> list[Timing]:
@@ -206,7 +211,7 @@ def start(setup: steps.Setup, cores: Sequence[int], *, llama_server: Path | None
         cpus = machine.choose_cpus(count)
         values: dict[str, dict[str, list[float]]] = {}
         for number in range(setup.rounds):
-            for server in start_servers(setup, traffic, manifest, cpus, llama_server):
+            for server, _ in start_servers(setup, traffic, manifest, cpus, llama_server):
                 with server:
                     sample = {"ready_s": server.ready_seconds, "at_rest_mib": server.memory_mib()}
                     asked = load.Load(

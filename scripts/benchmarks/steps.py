@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import machine, peers
-from benchmarks.results import OURS, PEER, Bandwidth, Round, Series, StepCase
+from benchmarks.results import OPENVINO, OURS, PEER, Bandwidth, Round, Series, StepCase
+from benchmarks.sides import openvino
 from benchmarks.worker import Worker
 from shark_llm.artifacts.bundle import open_bundle
 from shark_llm.artifacts.irpa import DTYPE_BYTES, ArchiveReader
@@ -47,6 +48,8 @@ class Setup:
     rounds: int
     steps: int
     """Counted steps of a round."""
+    openvino: bool = False
+    """Whether OpenVINO GenAI takes part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +68,28 @@ def measure(setup: Setup, shapes: Sequence[Shape], cores: Sequence[int]) -> Meas
     weights = weight_bytes(setup.bundle, manifest)
     cases: list[StepCase] = []
     bandwidth: list[Bandwidth] = []
-    versions = {"llama-cpp-python": "", "llama.cpp built with": ""}
+    versions: dict[str, str] = {}
     for count, cpus in pinned.items():
         with ExitStack() as stack:
             ours = stack.enter_context(open_ours(setup, manifest, shapes, cpus))
             theirs = stack.enter_context(Worker("llama_worker", python=python, cpus=cpus))
             kv_dtype = KV_DTYPES[setup.dtype]
             opened = theirs.call("open", model=str(gguf), threads=count, kv_dtype=kv_dtype)
-            versions = {
-                "llama-cpp-python": opened["version"],
-                "llama.cpp built with": opened["build"],
-            }
+            versions["llama-cpp-python"] = opened["version"]
+            versions["llama.cpp built with"] = opened["build"]
+            sides = {OURS: ours, PEER: theirs}
+            if setup.openvino:
+                tokens = kv_cache_tokens(setup, manifest, shapes)
+                sides[OPENVINO], said = stack.enter_context(
+                    openvino(setup.dtype, cpus, kv_cache_tokens=tokens, step_tokens=tokens)
+                )
+                versions[f"{OPENVINO}, {count} {'core' if count == 1 else 'cores'}"] = (
+                    f"{said['version']}, {said['form']}"
+                )
             memory = stack.enter_context(open_memory(library, cpus))
             speeds: list[dict[str, float]] = []
             for shape in shapes:
-                series = run_case(setup, shape, {OURS: ours, PEER: theirs}, memory, speeds)
+                series = run_case(setup, shape, sides, memory, speeds)
                 bytes_read = weights + shape.batch * kv_bytes(manifest, shape, setup.steps)
                 case = StepCase(
                     cores=count,
@@ -90,10 +100,12 @@ def measure(setup: Setup, shapes: Sequence[Shape], cores: Sequence[int]) -> Meas
                     series=series,
                 )
                 cases.append(case)
-                ratio = statistics.median(case.ratios)
+                ratios = ", ".join(
+                    f"{statistics.median(case.ratios(peer)):.2f} x {peer}" for peer in case.peers
+                )
                 print(
                     f"bench: {count} cores, {shape.phase} of {shape.batch} x {shape.context}: "
-                    f"{ratio:.2f} x {PEER}",
+                    f"{ratios}",
                     flush=True,
                 )
             bandwidth.append(to_bandwidth(count, speeds))
@@ -131,17 +143,20 @@ def open_ours(
 ) -> Worker:
     """Our side, loaded, with a KV cache for the largest of `shapes`."""
     worker = Worker("shark_worker", python=Path(sys.executable), cpus=cpus)
-    page = manifest.page_size
-    per_row = [-(-(s.context + WARMUP + setup.steps) // page) * page for s in shapes]
     worker.call(
         "open",
         bundle=str(setup.bundle),
         device=setup.device,
-        kv_cache_tokens=max(
-            shape.batch * tokens for shape, tokens in zip(shapes, per_row, strict=True)
-        ),
+        kv_cache_tokens=kv_cache_tokens(setup, manifest, shapes),
     )
     return worker
+
+
+def kv_cache_tokens(setup: Setup, manifest: Manifest, shapes: Sequence[Shape]) -> int:
+    """Enough for the largest of `shapes`."""
+    page = manifest.page_size
+    per_row = [-(-(s.context + WARMUP + setup.steps) // page) * page for s in shapes]
+    return max(shape.batch * tokens for shape, tokens in zip(shapes, per_row, strict=True))
 
 
 def open_memory(library: Path, cpus: Sequence[int]) -> Worker:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.results import (
     OURS,
-    PEER,
     LoadSeries,
     Result,
     Round,
@@ -65,21 +64,26 @@ def facts(result: Result) -> str:
 
 
 def step_table(result: Result) -> str:
-    """decode, prefill and context: both sides, their ratio, and the memory's floor for decode."""
+    """decode, prefill and context: all sides, our ratios, and the memory's floor for decode."""
     decode = any(case.phase == "decode" for case in result.steps)
+    names = [OURS, *dict.fromkeys(peer for case in result.steps for peer in case.peers)]
     header = ["cores", "batch", "context" if decode else "tokens"]
-    header += [f"{OURS} tok/s", f"{PEER} tok/s", "ratio (range)"]
-    header += [f"x floor, {OURS}", f"x floor, {PEER}"] if decode else []
-    header += [f"wall / CPU ms, {OURS}", f"wall / CPU ms, {PEER}", "others"]
+    header += [f"{OURS} tok/s"]
+    for peer in names[1:]:
+        header += [f"{peer} tok/s", f"ratio to {peer} (range)"]
+    header += [f"x floor, {name}" for name in names] if decode else []
+    header += [*(f"wall / CPU ms, {name}" for name in names), "others"]
     rows = []
     for case in result.steps:
-        ours, peer = case.side(OURS), case.side(PEER)
+        sides = [case.side(name) for name in names]
         row = [str(case.cores), str(case.batch), str(case.context)]
-        row += [_rate(case, ours.seconds), _rate(case, peer.seconds), _ratio(case.ratios)]
+        row += [_rate(case, sides[0].seconds)]
+        for peer in sides[1:]:
+            row += [_rate(case, peer.seconds), _ratio(case.ratios(peer.side))]
         if decode:
-            row += [over_floor(result, case, side.seconds) for side in (ours, peer)]
-        row += [f"{s.seconds * 1e3:.2f} / {s.cpu_seconds * 1e3:.2f}" for s in (ours, peer)]
-        rows.append([*row, _percent(max(ours.others, peer.others))])
+            row += [over_floor(result, case, side.seconds) for side in sides]
+        row += [f"{s.seconds * 1e3:.2f} / {s.cpu_seconds * 1e3:.2f}" for s in sides]
+        rows.append([*row, _percent(max(side.others for side in sides))])
     return table(header, rows)
 
 
@@ -93,7 +97,7 @@ def over_floor(result: Result, case: StepCase, seconds: float) -> str:
 
 def serve_table(result: Result) -> str:
     """What each server gave at each concurrency."""
-    header = ["cores", "streams", "server", "output tok/s", "TTFT p50 / max ms", "ms per token"]
+    header = ["cores", "streams", "side", "output tok/s", "TTFT p50 / max ms", "ms per token"]
     header += ["event gap p50 / p95 ms", "CPU s per 1000 tokens", "ratio (range)", "others"]
     rows = []
     for case in result.serve:
@@ -181,7 +185,7 @@ def _served(series: LoadSeries) -> list[str]:
     gaps = [_median([get(r) for r in rounds], "{:.1f}") for get in _GAPS]
     cpu = sum(r.server_cpu_s for r in rounds) / sum(r.output_tokens for r in rounds) * 1000
     return [
-        series.side,
+        f"{series.side}, {series.form}" if series.form else series.side,
         _median(_rates(series), "{:.1f}"),
         f"{statistics.median(ttft):.0f} / {max(ttft):.0f}",
         _median(tpot, "{:.1f}"),

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import command  # scripts/command.py
 from benchmarks import peers, servers
 from benchmarks.peers import PeerError
 from benchmarks.servers import ServerError
 
 from client_tests.clients import CLIENTS, ClientError, Served
 from client_tests.environments import InstallError
-from shark_llm.errors import SharkError
 
 KV_CACHE_TOKENS = 16384
 MODEL = "SmolLM2-135M-Instruct"
@@ -60,14 +59,5 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def main() -> None:
-    """One line per error, as the project's own commands."""
-    try:
-        sys.exit(run(sys.argv[1:]))
-    except (SharkError, PeerError, ServerError) as error:
-        print(f"clients: error: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    command.main("clients", run, PeerError, ServerError)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 
 PROMPT = "The capital of France is"
 MESSAGES: Any = [{"role": "user", "content": "Say hello."}]
+
+
+class City(pydantic.BaseModel):
+    """What the model is asked to write."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: str = pydantic.Field(max_length=12)
+    is_capital: bool
+    continent: Literal["Africa", "Asia", "Europe"]
 
 
 def synchronous(base_url: str) -> None:
@@ -92,6 +103,30 @@ def synchronous(base_url: str) -> None:
         assert refused["message"], "the error's own form is understood"
 
 
+def structured(base_url: str) -> None:
+    """A JSON schema, by the package's own parser, whole and streamed, and one that is refused."""
+    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
+    (model,) = client.models.list().data
+    asked: Any = {"model": model.id, "messages": MESSAGES, "max_tokens": 80, "temperature": 0}
+    parsed = client.chat.completions.parse(**asked, response_format=City)
+    city = parsed.choices[0].message.parsed
+    assert isinstance(city, City), parsed
+    with client.chat.completions.stream(**asked, response_format=City) as stream:
+        streamed = stream.get_final_completion()
+    assert streamed.choices[0].message.parsed == city
+    free = client.chat.completions.create(**asked, response_format={"type": "json_object"})
+    if free.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(free.choices[0].message.content or ""), dict)
+    bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}
+    try:
+        client.chat.completions.create(**asked, response_format=bad)
+    except openai.BadRequestError as error:
+        refused = error.message
+    else:
+        raise AssertionError("a schema that is none was not refused")
+    assert "response_format" in refused, refused
+
+
 async def asynchronous(base_url: str) -> None:
     """Eight streams at once, each as it is alone; one is left early."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
@@ -119,9 +154,20 @@ async def asynchronous(base_url: str) -> None:
 
         *together, _ = await asyncio.gather(*(streamed(n) for n in range(8)), left())
         assert together[3] == await streamed(3)
+        parsed = await client.chat.completions.parse(
+            model=model.id,
+            messages=MESSAGES,
+            max_tokens=80,
+            temperature=0,
+            response_format=City,
+        )
+        assert isinstance(parsed.choices[0].message.parsed, City), parsed
 
 
 if __name__ == "__main__":
     synchronous(sys.argv[1])
+    structured(sys.argv[1])
     asyncio.run(asynchronous(sys.argv[1]))
-    print(f"openai {openai.__version__}: sync, async, streams, n, logprobs, stop, errors")
+    print(
+        f"openai {openai.__version__}: sync, async, streams, n, logprobs, stop, JSON schema, errors"
+    )

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import command  # scripts/command.py
 from benchmarks.servers import ServerError
 
 from load_tests import faults, malformed, memory, mixed, target
 from load_tests.checks import Violation
 from load_tests.target import TargetError
 from shark_llm.engine.settings import EngineSettings
-from shark_llm.errors import SharkError
 from shark_llm.server.settings import ServerSettings
 
 SCENARIOS = ("mixed", "malformed", "faults", "memory")
@@ -144,14 +143,5 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def main() -> None:
-    """One line per error, as the project's own commands."""
-    try:
-        sys.exit(run(sys.argv[1:]))
-    except (SharkError, TargetError, ServerError) as error:
-        print(f"load: error: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    command.main("load", run, TargetError, ServerError)

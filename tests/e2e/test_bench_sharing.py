@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmark_samples import load, servers, serving, sharing
+from benchmark_samples import load, servers, sharing, sides
 from serve_harness import VOCAB_SIZE, real_server
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.runtime.runner import Phase, Row
@@ -58,4 +58,4 @@ def test_the_share_in_which_the_device_waits_is_read_from_the_metrics() -> None:
         before = servers.metrics(port)
         body = load.completion_body([100, 101], 20)
         asyncio.run(load.complete("127.0.0.1", port, body))
-        assert 0 < serving.device_wait(before, servers.metrics(port)) < 0.9
+        assert 0 < sides.device_wait(before, servers.metrics(port)) < 0.9

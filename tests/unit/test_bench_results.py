@@ -27,7 +27,7 @@ def test_a_round_is_its_median_step() -> None:
 def test_ratios_are_paired_by_round() -> None:
     """A machine that slows down in the second round slows both sides, and the ratio stays."""
     case = a_case([a_round(10), a_round(40), a_round(10)], [a_round(15), a_round(60), a_round(20)])
-    assert case.ratios == pytest.approx([1.5, 1.5, 2.0])
+    assert case.ratios(PEER) == pytest.approx([1.5, 1.5, 2.0])
     assert case.tokens == 4
     assert case.side(PEER).seconds == pytest.approx(0.020)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmark_samples import (
+    OPENVINO,
+    Series,
     a_case,
     a_load,
     a_result,
@@ -38,11 +40,24 @@ def test_a_decode_row_has_rates_ratio_floor_and_times() -> None:
     assert row["context"] == "128"
     assert row["shark-llm tok/s"] == f"{4 / 0.090:.1f}"
     assert row["llama.cpp tok/s"] == f"{4 / 0.120:.1f}"
-    assert row["ratio (range)"] == "**1.35** (1.20 - 1.50)"
+    assert row["ratio to llama.cpp (range)"] == "**1.35** (1.20 - 1.50)"
     assert row["x floor, shark-llm"] == "1.80"
     assert row["x floor, llama.cpp"] == "2.40"
     assert row["wall / CPU ms, shark-llm"] == "90.00 / 90.00"
     assert row["others"] == "1 %"
+
+
+def test_every_peer_of_a_step_has_its_columns() -> None:
+    """OpenVINO GenAI beside llama.cpp; an older result in which it did not take part has two."""
+    case = a_case([a_round(100)], [a_round(120)])
+    third = Series(side=OPENVINO, rounds=[a_round(90)])
+    three = case.model_copy(update={"series": [*case.series, third]})
+    row = cells(tables.step_table(a_result(steps=[three])))
+    assert row["ratio to llama.cpp (range)"] == "**1.20** (1.20 - 1.20)"
+    assert row["OpenVINO GenAI tok/s"] == f"{4 / 0.090:.1f}"
+    assert row["ratio to OpenVINO GenAI (range)"] == "**0.90** (0.90 - 0.90)"
+    assert "wall / CPU ms, OpenVINO GenAI" in row
+    assert "OpenVINO" not in tables.step_table(a_result(steps=[case]))
 
 
 def test_a_prefill_row_counts_its_tokens_and_has_no_floor() -> None:
@@ -50,7 +65,7 @@ def test_a_prefill_row_counts_its_tokens_and_has_no_floor() -> None:
     row = cells(tables.step_table(a_result(benchmark="prefill", steps=[case])))
     assert row["tokens"] == "128"
     assert row["shark-llm tok/s"] == "1280.0"
-    assert row["ratio (range)"] == "**1.50** (1.50 - 1.50)"
+    assert row["ratio to llama.cpp (range)"] == "**1.50** (1.50 - 1.50)"
     assert not any("floor" in name for name in row)
 
 
@@ -95,7 +110,7 @@ def test_servers_stand_below_each_other() -> None:
     ours, peer = a_load(tokens=1000, seconds=2), a_load(tokens=1000, seconds=4)
     both = a_result(serve=[a_serve_case([ours], module, [peer])])
     first, second = (cells(tables.serve_table(both), row) for row in (0, 1))
-    assert (first["server"], first["output tok/s"], first["ratio (range)"]) == (
+    assert (first["side"], first["output tok/s"], first["ratio (range)"]) == (
         "shark-llm",
         "500.0",
         "",

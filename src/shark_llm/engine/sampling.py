@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,9 @@ Ids = npt.NDArray[np.intp]
 
 GREEDY_BELOW = 1e-20
 """Temperatures under this are the limit, greedy: dividing by them would leave the range of f32."""
-HEAD = 20.0
-"""Tokens that are exp(-HEAD) = 2e-9 times as likely as the best, or less, are hardly ever drawn."""
-FIRST_PIVOT = np.float32(1e-3)
+FIRST_FLOOR, LAST_FLOOR, STEP_DOWN = 1e-3, 1e-12, 16
+"""Where the search for the tokens of top_p begins and ends, of the best one's weight, and by what
+factor the floor sinks."""
 SUM_BLOCK = 256
 _MASK64 = (1 << 64) - 1
 
@@ -235,57 +235,35 @@ def _edit(logits: F32, state: SamplerState) -> F32:
 def _draw(logits: F32, best: int, params: SamplingParams, u: float) -> int:
     """Temperature, top_k, top_p, min_p, then the token at `u` of the distribution function.
 
-    Exponentials and sums over a whole vocabulary would cost more than all else. So only the head
-    is looked at, tokens within `HEAD` of the best; what the rest could weigh at most is known from
-    their number, and mostly it could not change the choice. When it could (about one draw in a
-    hundred), the rest is computed too: the result is that of head and rest, in this order.
+    Of a whole vocabulary, each pass over the row counts: one to subtract, one to divide, one for
+    the exponentials, in one array, and one for the sums. To pick out the likely tokens first would
+    cost more than it saves: of real logits, most are not far enough from the best to be left out.
     """
     temperature = np.float32(params.temperature)
-    unseen = 0.0
+    head: Ids | None = None
     if params.top_k is not None and params.top_k < len(logits):
         head = _top_k(logits, params.top_k)
     elif params.min_p > 0 and params.top_p >= 1:  # the rest is dropped without knowing its sum
-        head = _within(logits, best, -np.log(params.min_p) * temperature)
-    else:
-        head = _within(logits, best, HEAD * temperature)
-        unseen = (len(logits) - len(head)) * float(np.exp(-HEAD))
-    weights = np.exp((logits.take(head) - logits[best]) / temperature)
-    index = _choose(weights, params, u, unseen)
-    if index is None:
-        rest = np.delete(np.arange(len(logits)), head)
-        with np.errstate(over="ignore"):  # to -inf, whose weight is 0
-            rest_weights = np.exp((logits[rest] - logits[best]) / temperature)
-        head = np.concatenate([head, rest])
-        index = _choose(np.concatenate([weights, rest_weights]), params, u, 0.0)
-    assert index is not None
-    return int(head[index])
+        head = np.flatnonzero(logits >= logits[best] + np.log(params.min_p) * temperature)
+    with np.errstate(over="ignore"):  # to -inf, whose weight is 0
+        weights = (logits if head is None else logits.take(head)) - logits[best]
+        weights /= temperature
+    np.exp(weights, out=weights)
+    index = _choose(weights, params, u)
+    return index if head is None else int(head[index])
 
 
-def _within(logits: F32, best: int, distance: float | np.floating[Any]) -> Ids:
-    """Tokens whose logit is at most `distance` below the best, ascending."""
-    return np.flatnonzero(logits >= logits[best] - distance)
-
-
-def _choose(weights: F32, params: SamplingParams, u: float, unseen: float) -> int | None:
-    """Apply top_p and min_p to weights whose largest is 1, and draw an index with `u`.
-
-    Behind `weights` may come others that sum up to at most `unseen`. None: they could matter.
-    """
-    if params.top_p >= 1 and params.min_p == 0:
-        return _invert(weights, u, unseen)
+def _choose(weights: F32, params: SamplingParams, u: float) -> int:
+    """Apply top_p and min_p to weights whose largest is 1, and draw an index with `u`."""
     kept: Ids | None = None
     if params.top_p < 1:
-        total = float(weights.sum())
-        kept = _nucleus(weights, params.top_p * total, params.top_p * (total + unseen))
-        if kept is None:
-            return None
-        weights = weights[kept]
+        kept = _nucleus(weights, params.top_p * float(weights.sum()))
+        weights = weights.take(kept)
     if params.min_p > 0:
         likely = np.flatnonzero(weights >= np.float32(params.min_p))
         kept = likely if kept is None else kept[likely]
-        weights = weights[likely]
-    index = _invert(weights, u, 0.0)
-    assert index is not None
+        weights = weights.take(likely)
+    index = _invert(weights, u)
     return index if kept is None else int(kept[index])
 
 
@@ -307,75 +285,52 @@ def _top_k(values: F32, k: int) -> Ids:
     return kept if ids is None else ids[kept]
 
 
-def _nucleus(weights: F32, target: float, target_at_most: float) -> Ids | None:
+def _nucleus(weights: F32, target: float) -> Ids:
     """Indices, ascending, of the smallest set of largest weights that sum up to `target`.
 
-    At least one; of equal ones at the edge those with the lowest index. None: a target up to
-    `target_at_most` would give another set. Finds the edge as quickselect does, by mass instead of
-    by rank: sorting would take ten times as long.
+    At least one; of equal ones at the edge those with the lowest index. Only weights above a floor
+    are sorted: it sinks until they are enough, and real logits need few of them.
     """
-    mass = 0.0  # of all weights above `pool`
-    pool = weights
-    pivot = FIRST_PIVOT
-    while len(pool) > SUM_BLOCK:
-        upper = pool[pool > pivot]
-        if 0 < len(upper) < len(pool):
-            upper_mass = float(upper.sum())
-            if mass + upper_mass >= target_at_most:
-                pool = upper
-            elif mass + upper_mass < target:
-                mass += upper_mass
-                pool = pool[pool <= pivot]
-            else:
-                return None
-        elif len(upper) == 0:  # the pivot is the largest: its equals go together
-            lower = pool[pool < pivot]
-            equal_mass = (len(pool) - len(lower)) * float(pivot)
-            if len(lower) == 0 or mass + equal_mass >= target:
-                pool = pool[pool == pivot]
-                break
-            mass += equal_mass
-            pool = lower
-        pivot = pool[len(pool) // 2]
+    floor = FIRST_FLOOR
+    while True:
+        pool = weights.take(np.flatnonzero(weights > floor))
+        if float(pool.sum()) >= target:
+            break
+        if floor < LAST_FLOOR:  # a target that rounding lets no sum reach
+            pool = weights
+            break
+        floor /= STEP_DOWN
     pool = -np.sort(-pool)
-    sums = mass + np.cumsum(pool, dtype=np.float64)
-    rank = int(np.searchsorted(sums, target))
-    if target_at_most > target and rank != np.searchsorted(sums, target_at_most):
-        return None
-    rank = min(rank, len(pool) - 1)
+    rank = _locate(pool, _block_sums(pool), target)
     edge = pool[rank]
     kept = np.flatnonzero(weights >= edge)
-    ties = kept[weights[kept] == edge]
-    if len(ties) > 1:
-        # As many of them as were taken from the sorted pool, which has them all.
-        taken = rank + 1 - int(np.count_nonzero(pool > edge))
-        kept = np.sort(np.concatenate([kept[weights[kept] > edge], ties[:taken]]))
+    # Of those equal to the edge as many as were taken from the sorted pool, which has them all.
+    beyond = int(np.searchsorted(-pool, -edge, side="right")) - (rank + 1)
+    if beyond:
+        ties = kept[weights.take(kept) == edge]
+        kept = np.setdiff1d(kept, ties[-beyond:], assume_unique=True)
     return kept
 
 
-def _invert(weights: F32, u: float, unseen: float) -> int | None:
-    """The index at which the running sum of `weights` passes `u` times the whole.
+def _invert(weights: F32, u: float) -> int:
+    """The index at which the running sum of `weights` passes `u` times the whole."""
+    blocks = _block_sums(weights)
+    return _locate(weights, blocks, u * float(blocks[-1]))
 
-    Behind `weights` may come others that sum up to at most `unseen`. None: it depends on them.
-    Sums blocks first and then looks into one of them: a running sum over the whole vocabulary is
-    twenty times as slow.
+
+def _block_sums(weights: F32) -> npt.NDArray[np.float64]:
+    """The running sums up to the end of each block of `SUM_BLOCK` weights.
+
+    One over each weight of a whole vocabulary is ten times as slow.
     """
-    blocks = np.cumsum(
-        np.add.reduceat(weights, np.arange(0, len(weights), SUM_BLOCK)), dtype=np.float64
-    )
-    total = float(blocks[-1])
-    if unseen and u * (total + unseen) >= total:
-        return None
-    index = _locate(weights, blocks, u * total)
-    if unseen and index != _locate(weights, blocks, u * (total + unseen)):
-        return None
-    return index
+    starts = np.arange(0, len(weights), SUM_BLOCK)
+    return np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
 
 
 def _locate(weights: F32, blocks: npt.NDArray[np.float64], target: float) -> int:
     """The index, of a weight > 0, at which the running sum passes `target`.
 
-    `blocks` are the running sums up to the end of each block of `SUM_BLOCK` weights.
+    `blocks` are the weights' `_block_sums`: the block is found first, then the place in it.
     """
     block = min(int(np.searchsorted(blocks, target, side="right")), len(blocks) - 1)
     begin = block * SUM_BLOCK

@@ -29,6 +29,7 @@ import uvicorn
 from shark_llm.engine.request import ErrorEvent, Event, FinishEvent, Request, SamplingParams
 from shark_llm.errors import RequestError, SharkError, UsageError
 from shark_llm.server.app import create_app
+from shark_llm.server.connections import PatientConnection
 from shark_llm.server.metrics import Metrics
 from shark_llm.server.settings import ServerSettings
 from shark_llm.server.state import EnginePort, ServedModel, ServerState
@@ -120,7 +121,7 @@ class Life:
         app = create_app(self.settings, self.state, self._metrics)
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=PatientConnection,
             ws="none",
             lifespan="off",
             log_config=None,
