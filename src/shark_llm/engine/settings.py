@@ -17,9 +17,8 @@ class EngineSettings:
 
     max_num_seqs: int = 16
     """Most requests that run (hold pages) at once."""
-    max_num_batched_tokens: int = 528
-    """Token budget of one step: running decodes first, the rest for prefill chunks. Beside 16 decodes
-    there is room for 512: four prompts of 128 or two of 256, none of them cut for a page or two."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step: running decodes first, the rest for prefill chunks."""
     max_num_queued_requests: int = 1024
     """Requests that may be accepted beyond `max_num_seqs`; more are refused with status 503."""
     max_model_len: int | None = None
