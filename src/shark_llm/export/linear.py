@@ -199,9 +199,11 @@ class LinearLibrary:
     ) -> list[str]:
         tiles = self.packed.tiles(m)
         result = f"tensor<{tiles.rows}x{n}xf32>"
+        product = f"{y}_whole" if self.quantized else y
         lines = [
-            f"{y}_empty = tensor.empty({tiles.size_rows}) : {result}",
-            f"{y}_zero = linalg.fill ins(%zero : f32) outs({y}_empty : {result}) -> {result}",
+            f"{product}_empty = tensor.empty({tiles.size_rows}) : {result}",
+            f"{product}_zero = linalg.fill ins(%zero : f32) outs({product}_empty : {result}) "
+            f"-> {result}",
         ]
         operand = x
         if self.dtype != "f32":
@@ -218,9 +220,7 @@ class LinearLibrary:
                 f"}} -> {narrow}",
             ]
         x_type, w_type = f"tensor<{tiles.rows}x{k}x{self.dtype}>", f"tensor<{n}x{k}x{self.dtype}>"
-        product = y
         if self.quantized:
-            product = f"{y}_whole"
             lines += [
                 f"{y}_wide_empty = tensor.empty() : {w_type}",
                 f"{y}_wide = linalg.generic {{indexing_maps = [{_ROWS}, {_ROWS}], "
@@ -235,7 +235,7 @@ class LinearLibrary:
             f"{product} = linalg.matmul indexing_maps = [affine_map<(m, n, k) -> (m, k)>, "
             f"affine_map<(m, n, k) -> (n, k)>, affine_map<(m, n, k) -> (m, n)>] "
             f"ins({operand}, {f'{y}_wide' if self.quantized else w} : {x_type}, {w_type}) "
-            f"outs({y}_zero : {result}) -> {result}",
+            f"outs({product}_zero : {result}) -> {result}",
         ]
         return lines + (self._scaled(m, n, product, scale, y) if self.quantized else [])
 
