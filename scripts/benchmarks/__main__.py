@@ -64,13 +64,13 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         steps_of_round = 6 if name == "prefill" else 16
         add("--steps", type=_positive, default=steps_of_round, help="counted steps of a round")
     if name == "decode":
-        add("--batch", type=_positive, nargs="+", default=[1, 4, 8])
+        add("--batch", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 32])
         add("--context", type=_positive, default=128, help="tokens behind each row")
     if name == "prefill":
         add("--tokens", type=_positive, nargs="+", default=[128], help="tokens of a prompt")
         add("--batch", type=_positive, nargs="+", default=[1])
     if name == "context":
-        add("--context", type=_positive, nargs="+", default=[128, 1024, 4000])
+        add("--context", type=_positive, nargs="+", default=[128, 1024, 4000, 8000])
         add("--batch", type=_positive, nargs="+", default=[1])
     if name == "serve":
         add("--concurrency", type=_positive, nargs="+", default=[1, 4, 8, 16], help="streams")

@@ -24,6 +24,7 @@ K = 24
 CASES = [(1, n, False) for n in (96, 80, 64, 32, 112, 16, 40, 7)]
 CASES += [(m, n, False) for m in (2, 3, 4, 8, 9, None) for n in (32, 40)]
 CASES += [(m, 80, True) for m in (1, 8, None)]
+CASES += [(m, 40, False) for m in (6, 7)]  # one tile, and two that are not filled
 
 
 def wrapper(i: int, symbol: str, rows: int, n: int, held: str, given: list[tuple[str, str]]) -> str:

@@ -29,6 +29,7 @@ from shark_llm.export.fragments import DTYPES, FragmentTracer, RankFragments
 from shark_llm.export.linear import LinearLibrary
 from shark_llm.export.operations import RankOperations, symbol_of
 from shark_llm.export.packed import LinearForm
+from shark_llm.export.page_attention import PageAttention
 from shark_llm.export.pages import PageReaders
 from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
 from shark_llm.export.trace import FragmentLibrary, TensorType
@@ -86,13 +87,21 @@ def export_module(
     readers = PageReaders(
         dtype=settings.dtype, page_size=settings.page_size, head_dim=config.head_dim
     )
+    attention = PageAttention(
+        dtype=settings.dtype, page_size=settings.page_size, head_dim=config.head_dim
+    )
     composer = _Composer(
         config=config,
         settings=settings,
         ranks=ranks,
         parameters=parameters,
         caches=caches,
-        operations=RankOperations(parameters=parameters, linears=linears, readers=readers),
+        operations=RankOperations(
+            parameters=parameters,
+            linears=linears,
+            readers=readers,
+            attention=attention,
+        ),
     )
     functions: list[str] = []
     for entry, of_ranks in zip(entries, fragments, strict=True):
@@ -103,6 +112,7 @@ def export_module(
         *composer.globals(),
         *linears.functions.values(),
         *readers.functions.values(),
+        *attention.functions.values(),
         *functions,
         "}",
         "",
@@ -282,7 +292,7 @@ class _Composer:
         for rank, of_rank in enumerate(fragments):
             local = [v if rank == 0 else body.transfer(v, rank) for v in on_host]
             step = body.call(
-                of_rank.prepare, local, (seq, seq, (*seq, keys), seq_pages, (), (table_pages,))
+                of_rank.prepare, local, (seq, seq, (*seq, keys), seq, seq_pages, (), (table_pages,))
             )
             first = body.name("first_row")
             body.emit(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from shark_llm.artifacts.manifest import EntryPoint
+from shark_llm.export.page_attention import is_whole_vectors
 from shark_llm.export.trace import DynamicDim, Fragment, FragmentLibrary, TensorType
 from shark_llm.model import llama
 from shark_llm.model.config import ModelConfig
@@ -35,12 +36,13 @@ class RankFragments:
     prepare: Fragment
     embed: Fragment
     norm: Fragment
-    rows: Fragment
-    """Of the pages to read."""
+    rows: Fragment | None
+    """Of the pages to read; None where attention walks them."""
     held_rows: Fragment | None
-    """Of the pages to write, in decode."""
+    """Of the pages to write, in decode, where attention reads what nobody wrote."""
     write: Fragment
-    mix: Fragment
+    mix: Fragment | None
+    """None where attention walks the pages: `PageAttention`."""
     add: Fragment
     """Residual stream plus the partial sum of every rank."""
     total: Fragment
@@ -67,6 +69,7 @@ class FragmentTracer:
         config, n, page = self.config, entry.batch_size, self.page_size
         dtype = DTYPES[self.dtype]
         prefill = entry.phase == "prefill"
+        walks = self.form == "matmul" and not prefill and is_whole_vectors(page, config.head_dim)
         seq = DynamicDim(name="seq_pages", multiple=page) if prefill else 1
         rows = DynamicDim(name="seq_pages", multiple=page * n) if prefill else n
         pages = DynamicDim(name="seq_pages") if prefill else 1
@@ -82,7 +85,7 @@ class FragmentTracer:
         hidden = floats(rows, config.hidden_size)
         angles = floats(n, seq, config.head_dim // 2)
         mask = TensorType(shape=(n, seq, keys), dtype=torch.bool)
-        step = (angles, angles, mask, ints(n, pages), row, table)
+        step = (angles, angles, mask, ints(n, seq), ints(n, pages), row, table)
         norm_weight = TensorType(shape=(config.hidden_size,), dtype=dtype)
         table_dtype = torch.int8 if self.quantized else dtype
         embedding = TensorType(shape=(rank.vocab_size, config.hidden_size), dtype=table_dtype)
@@ -101,10 +104,11 @@ class FragmentTracer:
         def write(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            step, (k_cache, v_cache, *held) = rest[:6], rest[6:]
+            step, (k_cache, v_cache, *held) = rest[:7], rest[7:]
             return llama.write(
                 config,
                 page,
+                entry.phase,
                 q,
                 k,
                 v,
@@ -134,11 +138,13 @@ class FragmentTracer:
                 (hidden, norm_weight),
                 (hidden,),
             ),
-            rows=trace(
+            rows=None
+            if walks
+            else trace(
                 f"{name}.rows.{heads}", lambda p: head_rows(p, heads), (table,), (rows_read,)
             ),
             held_rows=None
-            if prefill
+            if prefill or walks
             else trace(
                 f"{name}.held_rows.{heads}",
                 lambda p: head_rows(p, heads),
@@ -148,10 +154,12 @@ class FragmentTracer:
             write=trace(
                 f"{name}.write.{rank.num_heads}.{heads}",
                 write,
-                (q, kv, kv, *step, cache, cache, *(() if prefill else (held,))),
+                (q, kv, kv, *step, cache, cache, *(() if prefill or walks else (held,))),
                 (rotated, cache, cache),
             ),
-            mix=trace(
+            mix=None
+            if walks
+            else trace(
                 f"{name}.mix.{rank.num_heads}.{heads}",
                 lambda *a: llama.mix(self.form, *a),
                 (rotated, k_pages, k_pages, mask),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shark_llm.export.fragments import DTYPES, RankFragments
 from shark_llm.export.linear import LinearLibrary
+from shark_llm.export.page_attention import PageAttention
 from shark_llm.export.pages import PageReaders
 from shark_llm.export.trace import Fragment, TensorType
 from shark_llm.export.writer import FunctionBody, Value
@@ -23,6 +24,7 @@ class RankOperations:
     parameters: list[dict[str, LocalParameter]]
     linears: LinearLibrary
     readers: PageReaders
+    attention: PageAttention
 
     def attend(
         self,
@@ -36,7 +38,7 @@ class RankOperations:
     ) -> tuple[Value, Value, Value]:
         """`llama.attend`, with the reading of pages written for the compiler."""
         pool = k_cache.dims
-        mask, write_pages, read_pages = step[2], step[3], step[5]
+        mask, visible, write_pages, read_pages = step[2], step[3], step[4], step[6]
         held: tuple[Value, ...] = ()
         if fragments.held_rows is not None:
             (rows,) = body.call(fragments.held_rows, (write_pages,), ((),))
@@ -44,6 +46,10 @@ class RankOperations:
         q, k_cache, v_cache = body.call(
             fragments.write, (*qkv, *step, k_cache, v_cache, *held), (step[0].dims, pool, pool)
         )
+        if fragments.mix is None:
+            mixed = self._walk(body, q, read_pages, visible, k_cache, v_cache, qkv)
+            return mixed, k_cache, v_cache
+        assert fragments.rows is not None
         (rows,) = body.call(fragments.rows, (read_pages,), (read_pages.dims,))
         pages = fragments.mix.arguments[1]
         keys, values = (
@@ -52,6 +58,31 @@ class RankOperations:
         )
         (mixed,) = body.call(fragments.mix, (q, keys, values, mask), (qkv[0].dims,))
         return mixed, k_cache, v_cache
+
+    def _walk(
+        self,
+        body: FunctionBody,
+        q: Value,
+        read_pages: Value,
+        visible: Value,
+        k_cache: Value,
+        v_cache: Value,
+        qkv: tuple[Value, ...],
+    ) -> Value:
+        """Decode attention without a copy of the pages."""
+        batch, _, heads, head_dim = q.type.shape
+        columns = qkv[1].type.shape[1]
+        assert isinstance(batch, int)
+        assert isinstance(heads, int)
+        assert isinstance(head_dim, int)
+        assert isinstance(columns, int)
+        operands = (q, read_pages, visible, k_cache, v_cache)
+        fragment = Fragment(
+            name=self.attention.function(batch, heads, columns // head_dim),
+            arguments=tuple(o.type for o in operands),
+            results=(qkv[0].type,),
+        )
+        return body.call(fragment, operands, ((),))[0]
 
     def _read(
         self,

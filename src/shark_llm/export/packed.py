@@ -21,8 +21,9 @@ class LinearForm:
 
     form: Literal["packed", "plain"]
     tile_n: int = 16
-    max_tile_m: int = 8
-    """Up to so many rows fill one tile; more are cut into tiles of `prefill_tile_m`."""
+    max_tile_m: int = 4
+    """Up to so many rows fill one tile, and up to twice as many two, where these hold fewer rows
+    that are none than tiles of `prefill_tile_m`, into which more rows are cut."""
     prefill_tile_m: int = 6
     """6 x 16 f32 sums fill 12 of the 16 registers of AVX2; the rest hold operands."""
     max_tiles_one_row: int = 6
@@ -72,7 +73,13 @@ class PackedProducts:
         """How `m` rows (None: dynamic) are tiled."""
         if m is None:
             return Tiles(rows="?", tiles="?", tile=self.form.prefill_tile_m, exact=False)
-        tile = _power_of_two(m) if m <= self.form.max_tile_m else self.form.prefill_tile_m
+        sizes = (self.form.prefill_tile_m, self.form.max_tile_m)
+        if m <= sizes[1]:
+            tile = _power_of_two(m)
+        elif m <= 2 * sizes[1]:
+            tile = min(sizes, key=lambda size: -(-m // size) * size)
+        else:
+            tile = sizes[0]
         return Tiles(rows=str(m), tiles=str(-(-m // tile)), tile=tile, exact=m % tile == 0)
 
     def rows_type(self, tiles: Tiles, k: int) -> str:

@@ -43,6 +43,7 @@ class Step(NamedTuple):
     cos: torch.Tensor  # (N, S, F) f32
     sin: torch.Tensor  # (N, S, F) f32
     mask: torch.Tensor  # (N, S, T*L) bool: query may see key
+    visible: torch.Tensor  # (N, S) i64: how many keys a query may see, from the first
     write_pages: torch.Tensor  # prefill (N, S/L), decode (N, 1) i64
     write_offsets: torch.Tensor  # (N) i64, place in the page (used by decode)
     read_pages: torch.Tensor  # (N, T) i64, pages that hold what the row may see
@@ -80,7 +81,8 @@ def prepare(
     # NaN: the row's first page is read in their place.
     starts = torch.arange(t)[None, :] * page_size
     readable = torch.where(starts < seq_lens[:, None], page_table, page_table[:, :1])
-    return Step(cos, sin, mask, pages, torch.remainder(start_positions, page_size), readable)
+    offsets = torch.remainder(start_positions, page_size)
+    return Step(cos, sin, mask, visible, pages, offsets, readable)
 
 
 def embed(
@@ -132,7 +134,7 @@ def attend(
         return read_rows(cache, head_rows(pages, heads), n, heads, page_size)
 
     held = read(v_cache, step.write_pages) if phase == "decode" else None
-    q, k_cache, v_cache = write(config, page_size, q, k, v, step, k_cache, v_cache, held)
+    q, k_cache, v_cache = write(config, page_size, phase, q, k, v, step, k_cache, v_cache, held)
     keys, values = read(k_cache, step.read_pages), read(v_cache, step.read_pages)
     return mix(form, q, keys, values, step.mask), k_cache, v_cache
 
@@ -140,6 +142,7 @@ def attend(
 def write(
     config: ModelConfig,
     page_size: int,
+    phase: Phase,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -150,9 +153,10 @@ def write(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The first part of `attend`: rotate, write to the cache.
 
-    After it no value that `step.read_pages` reaches is one nobody wrote: prefill writes whole
-    pages, decode zeroes what follows the token. `held`, in decode, is what the pages to write hold
-    of v, (N, K, 1, L, D); None in prefill. Returns the rotated q (N, S, A, D) f32 and both caches.
+    Prefill writes whole pages. With `held`, what the pages to write hold of v, (N, K, 1, L, D),
+    decode zeroes what follows the token, so that no value that `step.read_pages` reaches is one
+    nobody wrote: `mix` asks for that, attention by `step.visible` does not. Returns the rotated q
+    (N, S, A, D) f32 and both caches.
     """
     n, d = step.read_pages.shape[0], config.head_dim
     q = q.view(n, -1, q.shape[1] // d, d)  # (N, S, A, D)
@@ -160,13 +164,16 @@ def write(
     v = v.view(n, -1, v.shape[1] // d, d)
     cos, sin = step.cos[:, :, None, :], step.sin[:, :, None, :]
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    if held is None:
+    if phase == "prefill":
         k_cache = write_pages(k_cache, step.write_pages, k, page_size)
         v_cache = write_pages(v_cache, step.write_pages, v, page_size)
     else:
         place = (step.write_pages[:, 0], step.write_offsets)
         k_cache = write_token(k_cache, *place, k[:, 0], page_size)
-        v_cache = write_last_token(v_cache, *place, v[:, 0], held)
+        if held is None:
+            v_cache = write_token(v_cache, *place, v[:, 0], page_size)
+        else:
+            v_cache = write_last_token(v_cache, *place, v[:, 0], held)
     return q, k_cache, v_cache
 
 
