@@ -24,14 +24,14 @@ class PlanReport:
     target: str
     device: DeviceMemory
     dtype: str
-    """Of KV cache, and of weights unless the next says otherwise."""
-    weights_dtype: WeightsDtype | None
+    """Of KV cache, and of weights unless `weights_dtype` says otherwise."""
     max_model_len: int
     step_tokens: int
     """Of the steps that the workspace is for."""
     memory: MemoryPlan
     ranks: tuple[RankShape, ...] | None
     """At the tp that is to be shown rank by rank."""
+    weights_dtype: WeightsDtype | None = None
     notes: tuple[str, ...] = ()
 
 
