@@ -119,7 +119,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompiledModel:
         with pytest.MonkeyPatch.context() as patch:
             if name == "shared":
                 row = replace(targets.host_target(), linear_form=targets.PLAIN_SHARED)
-                patch.setattr(targets, "host_target", lambda: row)
+                patch.setattr(targets, "host_target", lambda **_: row)
             bundle, dev = built_bundle(root, name, checkpoint, dtype=dtype, **settings)
         return Compiled(bundle=bundle, dev=dev, checkpoint=checkpoint, judge=Judge(judged))
 

@@ -185,10 +185,10 @@ def test_options_make_the_steps() -> None:
         found = command.shapes(command.parser().parse_args(arguments))
         return [(shape.phase, shape.batch, shape.context) for shape in found]
 
-    assert shapes("decode") == [("decode", 1, 128), ("decode", 4, 128), ("decode", 8, 128)]
+    assert shapes("decode") == [("decode", batch, 128) for batch in (1, 2, 4, 8, 16, 32)]
     assert shapes("decode", "--batch", "2", "--context", "64") == [("decode", 2, 64)]
     assert shapes("prefill", "--tokens", "128", "512") == [("prefill", 1, 128), ("prefill", 1, 512)]
-    assert shapes("context") == [("decode", 1, 128), ("decode", 1, 1024), ("decode", 1, 4000)]
+    assert shapes("context") == [("decode", 1, tokens) for tokens in (128, 1024, 4000, 8000)]
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,9 @@ def test_what_cannot_fit_its_gpu_is_refused_unless_forced(tmp_path: Path) -> Non
         weights="dummy",
         target="gfx942",
         tp=4,
-        max_model_len=2048,
+        max_model_len=1024,
     )
-    assert plan_build(shorter, ListReporter()).plan.max_model_len == 2048
+    assert plan_build(shorter, ListReporter()).plan.max_model_len == 1024
 
 
 def test_another_gpu_has_other_memory(compile_side: FakeCompileSide, tmp_path: Path) -> None:

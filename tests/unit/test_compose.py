@@ -54,7 +54,7 @@ def test_traces_do_not_grow_with_depth(traced: list[Any]) -> None:
     assert count < 30
     for text, layers in ((few, 2), (many, 80)):
         assert text.count("func.func private") == few.count("func.func private")
-        calls = re.findall(r"func\.call @decode_bs1\.(?:attend|mix)", text)
+        calls = re.findall(r"func\.call @attend_pages\.1x", text)
         assert len(calls) == layers
 
 

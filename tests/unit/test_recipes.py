@@ -136,7 +136,7 @@ ROW = '[[checked]]\ntarget = "{}"\ntp = [{}]\nhow = "{}"\n'
         ("meta-llama/", "", "model: String should match"),
         ("$", ROW.format("gfx90a", 8, "run on CPU"), "gfx90a at tp 8 is none of targets"),
         ("$", ROW.format("gfx942", 4, "run on CPU"), "gfx942 at tp 4 is none of targets and tp_r"),
-        ("$", ROW.format("gfx942", 8, "looked at"), "checked.0.how: Input should be 'run on CPU'"),
+        ("$", ROW.format("gfx942", 8, "looked at"), "checked.1.how: Input should be 'run on CPU'"),
         ("$", ROW.format("gfx942", "8, 8", "run on CPU"), "gfx942 at tp 8 stands there twice"),
         ("title", "title title", "is no TOML"),
     ],

@@ -11,7 +11,8 @@ rows with C tokens of context holds on a rank
     states    in f32: hidden states, norms and partial sums, q, k, v and what becomes of them; with
               gate and up in one piece where there is one rank
 
-and a decode the same with one token a row, of the keys once more where attention is not fused. The
+and a decode the same with one token a row, of the keys once more where attention is not fused; but
+on CPUs it reads pages of whole vectors where they lie, and holds neither keys nor scores. The
 formulas follow from the shapes in `model/llama.py`; how often each is held was read off modules.
 
 How near it is: beside modules of Llama 3.1 8B for gfx942 (tp 1, 2, 8) and of 8B and SmolLM2 135M
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 
 from shark_llm.artifacts.irpa import DTYPE_BYTES
 from shark_llm.compile.workspace import PREFILL_TOKENS
+from shark_llm.export.page_attention import is_whole_vectors
 from shark_llm.export.signatures import ExportSettings
 from shark_llm.model.config import ModelConfig
 from shark_llm.model.llama import AttentionForm
@@ -102,10 +104,12 @@ class _Estimate:
 
     def decode(self, rows: int) -> int:
         """Of a step of one token in each row."""
+        logits = 2 * 4 * self.config.vocab_size
+        if not self.is_fused and is_whole_vectors(self.page_size, self.config.head_dim):
+            return rows * (logits + self._states())  # pages are read where they lie
         heads = self.rank.num_heads
         keys = self._keys() + self.context * heads if self.is_fused else 3 * self._keys()
         scores = 0 if self.is_fused else self.context * 4 * 4 * heads
-        logits = 2 * 4 * self.config.vocab_size
         return rows * (logits + self._states() + keys + scores)
 
     def _keys(self) -> int:
