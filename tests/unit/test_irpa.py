@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import struct
 from pathlib import Path
 
@@ -54,52 +52,6 @@ def test_what_was_written_is_read(path: Path) -> None:
     np.testing.assert_array_equal(archive.read("splat"), np.full((7, 3), 0x3C00, np.uint16))
     assert archive.read("empty").shape == (0, 4)
     assert not archive.read("a").flags.writeable
-
-
-@pytest.mark.parametrize("fault", [None, errno.EXDEV, errno.EOPNOTSUPP])
-def test_bytes_of_a_file_are_copied(
-    fault: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the kernel, or read and written where it cannot: between two file systems."""
-
-    def refuse(*_: object) -> int:
-        assert fault is not None
-        raise OSError(fault, os.strerror(fault))
-
-    if fault is not None:
-        monkeypatch.setattr(os, "copy_file_range", refuse)
-    source, path = tmp_path / "source", tmp_path / "model.irpa"
-    source.write_bytes(b"head" + A.tobytes())
-    with source.open("rb") as file, ArchiveWriter(path, IDENTITY, ENTRIES[:1]) as archive:
-        archive.write("a", A[0].data, at=0)
-        assert archive.copy("a", 20, file.fileno(), 4 + 20, 40) == 40
-    np.testing.assert_array_equal(ArchiveReader(path).read("a"), A)
-
-
-def test_a_copy_ends_with_its_source(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.write_bytes(A.tobytes()[:-8])
-    with source.open("rb") as file, ArchiveWriter(tmp_path / "x", IDENTITY, ENTRIES[:1]) as archive:
-        assert archive.copy("a", 0, file.fileno(), 0, 60) == 52
-        assert archive.copy("a", 52, file.fileno(), 52, 8) == 0
-        archive.write("a", bytes(8), at=52)
-
-
-def test_a_copy_that_fails_otherwise_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk is no reason to try another way."""
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "copy_file_range", full)
-    with (
-        Path(__file__).open("rb") as file,
-        pytest.raises(OSError, match="No space left"),
-        ArchiveWriter(tmp_path / "x", IDENTITY, ENTRIES[:1]) as archive,
-    ):
-        archive.copy("a", 0, file.fileno(), 0, 60)
 
 
 def test_layout_is_aligned_and_its_size_known_beforehand(path: Path) -> None:

@@ -211,18 +211,18 @@ def test_torch_keeps_its_threads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
-def test_copied_or_read_the_archives_are_the_same(
+def test_however_it_is_read_the_archives_are_the_same(
     tp: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies in a file as it shall lie in the archives is copied there by the kernel."""
+    """Straight from the file into memory that is used again, or computed by the checkpoint."""
     config = tiny_config(attention_bias=True)
     directory = write_tiny(tmp_path / "t0", config=config, dtype=torch.bfloat16)
     checkpoint = open_checkpoint(directory)
     plan = plan_parameters(checkpoint.config, tp)
     identity = Identity(model="c" * 64, tp=tp, rank=None, dtype=dtype)
     digests = []
-    for how in ("copied", "read"):
-        if how == "read":
+    for how in ("straight", "computed"):
+        if how == "computed":
             monkeypatch.setattr(type(checkpoint), "extent", lambda *_: None)
         (tmp_path / how).mkdir()
         seen: list[tuple[int, int]] = []
@@ -239,7 +239,7 @@ def test_copied_or_read_the_archives_are_the_same(
     assert digests[0] == digests[1]
 
 
-def test_a_checkpoint_cut_while_it_is_copied_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_cut_while_it_is_read_is_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny(tmp_path / "t0"))
     (path,) = checkpoint.weight_paths
     with path.open("r+b") as file:

@@ -68,7 +68,7 @@ class Checkpoint(Protocol):
         ...
 
     def extent(self, name: str) -> FileExtent | None:
-        """For whoever copies the parameter without looking at it; None: `read` computes it."""
+        """For whoever reads it into memory of his own; None: `read` computes it."""
         ...
 
     def digest(self, progress: ByteProgress | None = None) -> str:
@@ -90,28 +90,32 @@ def iter_row_blocks(
 
 
 def read_at(path: Path, offset: int, num_bytes: int) -> torch.Tensor:
-    """`num_bytes` bytes of a file from `offset`, as a new uint8 tensor.
+    """`num_bytes` bytes of a file from `offset`, as a new uint8 tensor. Raises as `read_into`."""
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    read_into(buffer.numpy().data, path, offset)
+    return buffer
+
+
+def read_into(view: memoryview, path: Path, offset: int) -> None:
+    """Fill `view`, of bytes, with the bytes of a file from `offset` on.
 
     Positioned reads, and no memory map: pages of a map count as this process's memory for as long
     as it lives, and a file that shrinks under a map kills the process. Raises CheckpointError when
     the file ends early.
     """
-    buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    view: memoryview = buffer.numpy().data
     fd = os.open(path, os.O_RDONLY)
     try:
         done = 0
-        while done < num_bytes:
+        while done < len(view):
             count = os.preadv(fd, [view[done:]], offset + done)
             if count == 0:
-                raise cut_short(path, offset + num_bytes)
+                raise _cut_short(path, offset + len(view))
             done += count
     finally:
         os.close(fd)
-    return buffer
 
 
-def cut_short(path: Path, expected: int) -> CheckpointError:
+def _cut_short(path: Path, expected: int) -> CheckpointError:
     """The error for a weight file that ends before byte `expected`, which its header names."""
     return CheckpointError(
         f"{path}: has {path.stat().st_size} bytes, expected {expected}:"

@@ -1,18 +1,12 @@
 """Cut a checkpoint into the archives of a plan in one pass and little memory; and the inverse.
 
-Two threads take block after block, rows of a parameter, to the archives, in one of three ways:
-
-    copied     whole rows that lie in a file as they shall lie in the archives: by the kernel, which
-               moves the bytes once
-    cast, cut  other rows: read, and written in pieces of a buffer that stays in the core's cache,
-               where a cast and a cut are cheap
-    quantized  the same, each row with its scale
+Two threads take block after block, rows of a parameter, to the archives: read, cast or quantized
+where they are to be, and cut.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -20,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,22 +22,16 @@ import torch
 
 from shark_llm.artifacts.irpa import ArchiveReader, ArchiveWriter, Identity, archive_name
 from shark_llm.artifacts.manifest import Placement, Replicate
-from shark_llm.checkpoint.source import Checkpoint, FileExtent, cut_short
+from shark_llm.checkpoint.source import Checkpoint, read_into
 from shark_llm.errors import CheckpointError
 from shark_llm.sharding.archives import archive_entries, identity_of
 from shark_llm.sharding.plan import parameter_key, parameter_shapes, scale_name
 from shark_llm.sharding.quantize import quantize
 
-# A block is read again soon after it was read, while it is in a cache: blocks of 8 MiB took up to
-# six times as long as this on a busy machine. Not less, so that a rank's part at tp 8 is a write of
-# 256 KiB: those of 32 KiB took twice as long.
 BLOCK_BYTES = 2 << 20
+"""Less makes many small writes of a rank's part; more leaves the processor's caches."""
 THREADS = 2
-"""More than one core, for what is cast; more of them would only wait for memory and disk."""
-COPY_BYTES = 16 << 20
-"""What the kernel copies at once."""
-PIECE_BYTES = 256 << 10
-"""Of the archives, what is cast and cut at once: fits the second-level cache of a core."""
+"""More than one core; more of them would only wait for memory and disk."""
 
 TORCH_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 STORED_DTYPES = TORCH_DTYPES | {"i8": torch.int8}
@@ -73,15 +61,10 @@ def write_archives(
     shapes = parameter_shapes(config)
     found = {name: info.shape for name, info in checkpoint.parameters.items()}
     assert found == shapes, f"not the model's parameters: {found.items() ^ shapes.items()}"
-    extents = {name: _extent(checkpoint, name, plan[name], dtype) for name in shapes}
     blocks = [
         (name, start, stop)
         for name, info in checkpoint.parameters.items()
-        for start, stop in _row_blocks(
-            info.shape,
-            max(info.dtype.itemsize, dtype.itemsize),
-            BLOCK_BYTES if extents[name] is None else COPY_BYTES,
-        )
+        for start, stop in _row_blocks(info.shape, max(info.dtype.itemsize, dtype.itemsize))
     ]
     total = sum(info.num_bytes for info in checkpoint.parameters.values())
     done = 0
@@ -93,7 +76,7 @@ def write_archives(
             )
             for rank, of_rank in entries.items()
         }
-        job = _Job(checkpoint=checkpoint, plan=plan, extents=extents, dtype=dtype, writers=writers)
+        job = _Job(checkpoint=checkpoint, plan=plan, dtype=dtype, writers=writers)
         # Closed before the archives are, whatever happens: until then threads write to them.
         for name, start, stop in stack.enter_context(closing(_in_order(job.write, blocks))):
             info = checkpoint.parameters[name]
@@ -130,11 +113,9 @@ def merge_parameter(
     return whole
 
 
-def _row_blocks(
-    shape: tuple[int, ...], itemsize: int, block_bytes: int
-) -> Iterator[tuple[int, int]]:
+def _row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:
     row_bytes = math.prod(shape[1:]) * itemsize
-    rows = max(1, block_bytes // row_bytes)
+    rows = max(1, BLOCK_BYTES // row_bytes)
     for start in range(0, shape[0], rows):
         yield start, min(start + rows, shape[0])
 
@@ -154,17 +135,6 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _extent(
-    checkpoint: Checkpoint, name: str, placement: Placement, dtype: torch.dtype
-) -> FileExtent | None:
-    """Where the parameter can be copied from; None: it has to be cast, cut or computed."""
-    if checkpoint.parameters[name].dtype != dtype:
-        return None
-    if not isinstance(placement, Replicate) and placement.dim != 0:
-        return None
-    return checkpoint.extent(name)
-
-
 def _in_order(
     write: Callable[[str, int, int], None], blocks: Iterable[Block]
 ) -> Generator[Block, None, None]:
@@ -182,64 +152,81 @@ def _in_order(
             yield block
 
 
+class _Scratch(threading.local):
+    """Memory of a thread, the same for every block: what is fresh costs a page fault a page."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, npt.NDArray[np.uint8]] = {}
+
+    def take(self, use: str, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """Bytes whose content is whatever it is, valid until the same use takes others."""
+        kept = self._kept.get(use)
+        if kept is None or len(kept) < num_bytes:
+            kept = self._kept[use] = np.empty(num_bytes, dtype=np.uint8)
+        return kept[:num_bytes]
+
+    def tensor(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The same as a tensor."""
+        held = self.take(use, math.prod(shape) * dtype.itemsize)
+        return torch.from_numpy(held).view(dtype).view(shape)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Job:
     """Takes rows from the checkpoint to the archives; from any thread."""
 
     checkpoint: Checkpoint
     plan: Mapping[str, Placement]
-    extents: Mapping[str, FileExtent | None]
     dtype: torch.dtype
     writers: Mapping[int | None, ArchiveWriter]
-    buffers: threading.local = field(default_factory=threading.local)
+    scratch: _Scratch = field(default_factory=_Scratch)
 
     def write(self, name: str, start: int, stop: int) -> None:
         """Rows start .. stop - 1 of a parameter."""
-        if scale_name(name) in self.plan:
-            self._write_quantized(name, start, stop)
-            return
-        placement, info = self.plan[name], self.checkpoint.parameters[name]
-        row_bytes = info.num_bytes // info.shape[0]
-        extent = self.extents[name]
-        rows = self.checkpoint.read(name, start, stop) if extent is None else None
-        for rank, (low, high), first, columns in _parts(placement, start, stop):
-            writer = self.writers[rank]
-            key = name if rank is None else parameter_key(name, placement, rank)
-            if extent is not None:
-                source = FileExtent(path=extent.path, offset=extent.offset + low * row_bytes)
-                _copy(writer, key, (low - first) * row_bytes, source, (high - low) * row_bytes)
-                continue
-            assert rows is not None
-            part = rows[low - start : high - start]
-            part = part if columns is None else part[:, columns]
-            at = (low - first) * math.prod(part.shape[1:]) * self.dtype.itemsize
-            for piece in self._buffers().pieces(name, part):
-                writer.write(key, piece, at)
-                at += piece.nbytes
-
-    def _write_quantized(self, name: str, start: int, stop: int) -> None:
-        """Scales are of whole rows, whoever will hold which columns."""
-        rows = self.checkpoint.read(name, start, stop)
-        if not rows.isfinite().all():
-            raise CheckpointError(
-                f"{name} has values that are not finite, which int8 cannot hold: repair the "
-                "checkpoint"
-            )
-        for stored, whole in zip((name, scale_name(name)), quantize(rows), strict=True):
+        for stored, rows in self._stored(name, start, stop):
             placement = self.plan[stored]
             for rank, (low, high), first, columns in _parts(placement, start, stop):
-                part = whole[low - start : high - start]
-                part = part if columns is None else part[:, columns].contiguous()
+                part = rows[low - start : high - start]
+                if columns is not None:
+                    itemsize = rows.shape[1] // self.checkpoint.parameters[name].shape[1]
+                    cut = part[:, columns.start * itemsize : columns.stop * itemsize]
+                    part = self.scratch.take("cut", cut.size).reshape(cut.shape)
+                    np.copyto(part, cut)
                 key = stored if rank is None else parameter_key(stored, placement, rank)
-                at = (low - first) * math.prod(part.shape[1:]) * part.itemsize
-                self.writers[rank].write(key, _bytes(part), at)
+                self.writers[rank].write(key, part.data, at=(low - first) * part.shape[1])
 
-    def _buffers(self) -> _Buffers:
-        """Of this thread."""
-        if not hasattr(self.buffers, "mine"):
-            self.buffers.mine = _Buffers.allocate(self.checkpoint, self.dtype)
-        mine: _Buffers = self.buffers.mine
-        return mine
+    def _stored(self, name: str, start: int, stop: int) -> list[tuple[str, npt.NDArray[np.uint8]]]:
+        """What is stored of some rows, by name, as (rows, bytes of a row): themselves in the dtype
+        of the archives, or quantized with their scales, which are of whole rows whoever will hold
+        which columns."""
+        info, extent = self.checkpoint.parameters[name], self.checkpoint.extent(name)
+        if extent is None:
+            rows = self.checkpoint.read(name, start, stop)
+        else:
+            row_bytes = info.num_bytes // info.shape[0]
+            held = self.scratch.take("read", (stop - start) * row_bytes)
+            read_into(held.data, extent.path, extent.offset + start * row_bytes)
+            if info.dtype == self.dtype and scale_name(name) not in self.plan:
+                return [(name, held.reshape(stop - start, row_bytes))]  # nobody looks at the values
+            rows = torch.from_numpy(held).view(info.dtype).view(stop - start, *info.shape[1:])
+        if scale_name(name) in self.plan:
+            if not rows.isfinite().all():
+                raise CheckpointError(
+                    f"{name} has values that are not finite, which int8 cannot hold: repair the "
+                    "checkpoint"
+                )
+            q, scale = quantize(rows)
+            return [(name, _bytes(q)), (scale_name(name), _bytes(scale))]
+        if rows.dtype == self.dtype:
+            return [(name, _bytes(rows))]
+        shape = tuple(rows.shape)
+        cast = self.scratch.tensor("cast", shape, self.dtype)
+        if torch.float32 in (rows.dtype, self.dtype):
+            cast.copy_(rows)
+        else:  # by way of f32, which has all their values: bf16 to f16 at once is scalar code
+            cast.copy_(self.scratch.tensor("wide", shape, torch.float32).copy_(rows))
+        _check_finite(name, rows, cast)
+        return [(name, _bytes(cast))]
 
 
 def _parts(
@@ -258,51 +245,6 @@ def _parts(
             yield rank, (low, high), first, None
 
 
-def _copy(writer: ArchiveWriter, key: str, at: int, source: FileExtent, num_bytes: int) -> None:
-    """`num_bytes` bytes from `source` to byte `at` of an entry."""
-    fd = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        done = 0
-        while done < num_bytes:
-            count = writer.copy(key, at + done, fd, source.offset + done, num_bytes - done)
-            if count == 0:
-                raise cut_short(source.path, source.offset + num_bytes)
-            done += count
-    finally:
-        os.close(fd)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Buffers:
-    """Memory that every piece goes through which is cast or cut; each has room for any row."""
-
-    wide: torch.Tensor  # f32
-    out: torch.Tensor  # of the dtype of the archives
-
-    @classmethod
-    def allocate(cls, checkpoint: Checkpoint, dtype: torch.dtype) -> Self:
-        widest = max(math.prod(info.shape[1:]) for info in checkpoint.parameters.values())
-        size = max(widest, PIECE_BYTES // dtype.itemsize)
-        return cls(wide=torch.empty(size, dtype=torch.float32), out=torch.empty(size, dtype=dtype))
-
-    def pieces(self, name: str, rows: torch.Tensor) -> Iterator[memoryview]:
-        """The bytes of rows of the parameter `name`; each is valid until the next one."""
-        if rows.dtype == self.out.dtype and rows.is_contiguous():
-            yield _bytes(rows)
-            return
-        step = max(1, len(self.out) // math.prod(rows.shape[1:]))
-        for first in range(0, len(rows), step):
-            some = rows[first : first + step]
-            out = self.out[: some.numel()].view(some.shape)
-            if torch.float32 in (some.dtype, out.dtype) or some.dtype == out.dtype:
-                out.copy_(some)
-            else:  # by way of f32, which has all their values: bf16 to f16 at once is scalar code
-                out.copy_(self.wide[: some.numel()].view(some.shape).copy_(some))
-            if some.dtype != out.dtype:
-                _check_finite(name, some, out)
-            yield _bytes(out)
-
-
 def _check_finite(name: str, rows: torch.Tensor, cast: torch.Tensor) -> None:
     """Raise CheckpointError where a finite value has become infinite."""
     extremes = cast.aminmax()  # one cheap pass, and nearly always enough
@@ -317,6 +259,7 @@ def _check_finite(name: str, rows: torch.Tensor, cast: torch.Tensor) -> None:
         )
 
 
-def _bytes(rows: torch.Tensor) -> memoryview:
-    """Of contiguous rows, without a copy."""
-    return memoryview(rows.view(torch.uint8).numpy().data)
+def _bytes(rows: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Contiguous rows as (rows, bytes of a row), without a copy."""
+    held: npt.NDArray[np.uint8] = rows.view(torch.uint8).numpy().reshape(len(rows), -1)
+    return held
