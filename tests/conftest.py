@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import itertools
 import os
@@ -25,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             folders = ", ".join(sorted(KINDS))
             raise pytest.UsageError(f"{item.path} lies in none of the test folders: {folders}")
         item.add_marker(kind)
+
+
+def pytest_collection_finish() -> None:
+    """Nothing that was imported is garbage later: searching it stops every thread of a test."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_loopback(address: Any) -> bool:

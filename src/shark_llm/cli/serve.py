@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -393,6 +394,9 @@ def _run(
         )
         for note in notes:
             logging.getLogger("shark_llm.server").warning(note)
+        # All that is loaded stays: looking through it for garbage takes longer than a decode step.
+        gc.collect()
+        gc.freeze()
         return loaded
 
     settings = ServerSettings(
