@@ -80,13 +80,13 @@ def run_golden(
 
 def run_golden_of_bundle(bundle: Bundle) -> GoldenReport:
     """The same for a published bundle, whose weights are read back from its own archives."""
-    from shark_llm.compile.targets import BF16_CPU_FEATURES, HOST, get_target
+    from shark_llm.compile.targets import HOST, compiler_tiles, get_target
     from shark_llm.model.config import config_from_dict
 
     manifest = bundle.manifest
     if manifest.target.name == HOST:  # of the machine that built it
-        has_bf16 = bool(BF16_CPU_FEATURES & set(manifest.target.cpu_features))
-        narrow = has_bf16 and manifest.weights_dtype is None
+        quantized = manifest.weights_dtype is not None
+        narrow = compiler_tiles(manifest.target.cpu_features, quantized=quantized)
     else:
         narrow = get_target(manifest.target.name).linear_form.form == "plain"
     config = config_from_dict(manifest.config)

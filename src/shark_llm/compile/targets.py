@@ -5,6 +5,7 @@ CPU targets differ by instruction set, GPU targets by chip. `host` is the row of
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -137,12 +138,19 @@ def get_target(name: str, *, quantized: bool = False) -> CompileTarget:
     return TARGETS[name]
 
 
+def compiler_tiles(cpu_features: Collection[str], *, quantized: bool) -> bool:
+    """Whether products for a `host` of these features are left to the compiler's own tiling.
+
+    It reaches the chip's speed with bf16 instructions, which quantized weights have no use for.
+    """
+    return bool(BF16_CPU_FEATURES & set(cpu_features)) and not quantized
+
+
 def host_target(*, quantized: bool = False) -> CompileTarget:
     """This machine's CPU: all it has is used, so the module may not run elsewhere."""
     features = host_cpu_features()
     base = _cpu(HOST, "the CPU that this runs on", "host", tuple(sorted(features)))
-    if features & BF16_CPU_FEATURES and not quantized:
-        # With bf16 instructions the compiler's own tiling reaches the chip's speed.
+    if compiler_tiles(features, quantized=quantized):
         return replace(
             base,
             flags=("--iree-llvmcpu-target-cpu=host", "--iree-global-opt-data-tiling"),
