@@ -28,16 +28,6 @@ from shark_llm.hub import HubSettings
 from shark_llm.reuse import Reuse
 
 
-@pytest.fixture
-def compile_side(monkeypatch: pytest.MonkeyPatch) -> FakeCompileSide:
-    return FakeCompileSide.install(monkeypatch)
-
-
-@pytest.fixture
-def t0(tmp_path: Path) -> Path:
-    return tiny.write_tiny(tmp_path / "t0")
-
-
 def contents(directory: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(directory.iterdir()) if p.is_file()}
 

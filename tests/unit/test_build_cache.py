@@ -21,11 +21,6 @@ from shark_llm.checkpoint import known_digests
 from shark_llm.errors import CapacityError
 
 
-@pytest.fixture
-def compile_side(monkeypatch: pytest.MonkeyPatch) -> FakeCompileSide:
-    return FakeCompileSide.install(monkeypatch)
-
-
 class Builds:
     """Builds into new directories, one after the other, with one cache; a first one is done."""
 

@@ -29,11 +29,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub
     yield from serve_hub(monkeypatch, tmp_path / "hf")
 
 
-@pytest.fixture
-def compile_side(monkeypatch: pytest.MonkeyPatch) -> FakeCompileSide:
-    return FakeCompileSide.install(monkeypatch)
-
-
 def add_tiny(hub: LoopbackHub, root: Path, **config: object) -> str:
     """A repository org/tiny with a tiny model; returns its commit."""
     directory = tiny.write_tiny(root / "upstream", config=tiny.tiny_config(**config))

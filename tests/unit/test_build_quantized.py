@@ -19,16 +19,6 @@ from shark_llm.inspection.summary import summary_lines
 from tiny_gguf import write_tiny_gguf
 
 
-@pytest.fixture
-def compile_side(monkeypatch: pytest.MonkeyPatch) -> FakeCompileSide:
-    return FakeCompileSide.install(monkeypatch)
-
-
-@pytest.fixture
-def t0(tmp_path: Path) -> Path:
-    return tiny.write_tiny(tmp_path / "t0")
-
-
 def test_a_bundle_of_int8_weights(tmp_path: Path, t0: Path, compile_side: FakeCompileSide) -> None:
     """Planned to the byte, opened again, and said wherever a dtype is."""
     asked: dict[str, Any] = {"tp": 2, "dtype": "bf16", "weights_dtype": "int8"}

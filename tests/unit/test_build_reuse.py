@@ -18,11 +18,6 @@ from shark_llm.build import BuildResult, build, plan_build
 from shark_llm.errors import UsageError
 
 
-@pytest.fixture
-def compile_side(monkeypatch: pytest.MonkeyPatch) -> FakeCompileSide:
-    return FakeCompileSide.install(monkeypatch)
-
-
 class Place:
     """A checkpoint and where its bundle goes, with a first build done."""
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from build_harness import FakeCompileSide
 from bundles import publish_sample
 from shark_llm.cli import compile as compile_cli
@@ -29,16 +28,6 @@ def _own_sigterm() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
-
-
-@pytest.fixture
-def compile_side(monkeypatch: pytest.MonkeyPatch) -> FakeCompileSide:
-    return FakeCompileSide.install(monkeypatch)
-
-
-@pytest.fixture
-def t0(tmp_path: Path) -> Path:
-    return tiny.write_tiny(tmp_path / "t0")
 
 
 def run(*argv: object) -> int:

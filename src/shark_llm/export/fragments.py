@@ -128,7 +128,7 @@ class FragmentTracer:
             ),
             embed=trace(
                 f"{name}.embed.{rank.vocab_size}",
-                lambda *a: llama.embed(*a),
+                lambda *a: llama.embed(*a),  # traced with the arguments that there are
                 (tokens, ints(), embedding, *scale),
                 (hidden,),
             ),

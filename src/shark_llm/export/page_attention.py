@@ -98,6 +98,7 @@ class _Kernel:
 
     @property
     def chunk(self) -> int:
+        assert self.page_size % min(self.page_size, MAX_CHUNK) == 0, "pages are powers of two"
         return min(self.page_size, MAX_CHUNK)
 
     @property
