@@ -34,6 +34,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """The bindings complain of each object of theirs that is left when the interpreter ends."""
+    gc.unfreeze()
+
+
 def _is_loopback(address: Any) -> bool:
     """Whether a socket address is on this machine: a Unix socket, 127.0.0.0/8, ::1 or localhost."""
     if not isinstance(address, tuple):

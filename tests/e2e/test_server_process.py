@@ -132,6 +132,8 @@ def test_ready_line_port_0_and_flags(tmp_path: Path) -> None:
         assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "org/fake"
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
+        assert server.process.stderr is not None
+        assert "leaked" not in server.process.stderr.read()  # as nanobind says of what is left
 
 
 def test_sigterm_lets_streams_finish(tmp_path: Path) -> None:

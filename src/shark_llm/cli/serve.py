@@ -410,7 +410,11 @@ def _run(
         shutdown_timeout=shutdown_timeout,
         debug=debug,
     )
-    return run_server(settings, load, sock)
+    try:
+        return run_server(settings, load, sock)
+    finally:
+        # The bindings complain of each object of theirs that is left when the interpreter ends.
+        gc.unfreeze()
 
 
 def _api_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
