@@ -293,23 +293,24 @@ def _nucleus(weights: F32, target: float) -> Ids:
     """
     floor = FIRST_FLOOR
     while True:
-        pool = weights.take(np.flatnonzero(weights > floor))
+        ids = np.flatnonzero(weights > floor)
+        pool = weights.take(ids)
         if float(pool.sum()) >= target:
             break
         if floor < LAST_FLOOR:  # a target that rounding lets no sum reach
-            pool = weights
+            ids, pool = np.arange(len(weights)), weights
             break
         floor /= STEP_DOWN
-    pool = -np.sort(-pool)
-    rank = _locate(pool, _block_sums(pool), target)
-    edge = pool[rank]
-    kept = np.flatnonzero(weights >= edge)
+    ranked = np.sort(pool)[::-1]
+    rank = _locate(ranked, _block_sums(ranked), target)
+    edge = ranked[rank]
+    kept = np.flatnonzero(pool >= edge)
     # Of those equal to the edge as many as were taken from the sorted pool, which has them all.
-    beyond = int(np.searchsorted(-pool, -edge, side="right")) - (rank + 1)
+    beyond = len(kept) - (rank + 1)
     if beyond:
-        ties = kept[weights.take(kept) == edge]
+        ties = kept[pool.take(kept) == edge]
         kept = np.setdiff1d(kept, ties[-beyond:], assume_unique=True)
-    return kept
+    return ids.take(kept)
 
 
 def _invert(weights: F32, u: float) -> int:
