@@ -91,7 +91,8 @@ class OpenVinoSide:
 
         trial: dict[tuple[str, str], float] = {}
         refused: Exception | None = None
-        for form in map(tuple, forms):
+        for precision, kv_precision in forms:
+            form = precision, kv_precision
             try:
                 load(form)
             except RuntimeError as error:  # no kernel for this CPU

@@ -153,7 +153,7 @@ def _case(
             rounds.append(side.round(asked))
         if number < 0:
             loads = {side: [] for side in fastest_forms(loads)}
-        for shape, rounds in zip(shapes, alone, strict=True):
+        for shape, of_shape in zip(shapes, alone, strict=True):
             count = setup.steps if shape.phase == "decode" else max(2, setup.steps // 8)
             bare.call(
                 "prepare",
@@ -164,7 +164,7 @@ def _case(
             )
             result = bare.call("round", steps=count, warmup=steps.WARMUP)
             if number >= 0:
-                rounds.append(Round.model_validate(result))
+                of_shape.append(Round.model_validate(result))
     weights = steps.weight_bytes(setup.bundle, manifest)
     return ServeCase(
         cores=len(cpus),

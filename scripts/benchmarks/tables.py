@@ -78,8 +78,8 @@ def step_table(result: Result) -> str:
         sides = [case.side(name) for name in names]
         row = [str(case.cores), str(case.batch), str(case.context)]
         row += [_rate(case, sides[0].seconds)]
-        for peer in sides[1:]:
-            row += [_rate(case, peer.seconds), _ratio(case.ratios(peer.side))]
+        for side in sides[1:]:
+            row += [_rate(case, side.seconds), _ratio(case.ratios(side.side))]
         if decode:
             row += [over_floor(result, case, side.seconds) for side in sides]
         row += [f"{s.seconds * 1e3:.2f} / {s.cpu_seconds * 1e3:.2f}" for s in sides]

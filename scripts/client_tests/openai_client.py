@@ -34,9 +34,11 @@ def synchronous(base_url: str) -> None:
     choice = whole.choices[0]
     assert choice.finish_reason in ("length", "stop"), choice
     assert choice.logprobs is not None
-    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs)
-    assert "".join(choice.logprobs.tokens) == choice.text
-    assert all(len(top) >= 3 for top in choice.logprobs.top_logprobs)
+    tokens, values = choice.logprobs.tokens or [], choice.logprobs.token_logprobs or []
+    assert tokens
+    assert len(tokens) == len(values)
+    assert "".join(tokens) == choice.text
+    assert all(len(top) >= 3 for top in choice.logprobs.top_logprobs or [{}])
     assert whole.usage is not None
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
 
@@ -95,7 +97,7 @@ def synchronous(base_url: str) -> None:
         ({"model": "no/such"}, openai.NotFoundError),
     ):
         try:
-            client.completions.create(prompt=PROMPT, **bad)  # type: ignore[call-overload]
+            client.completions.create(prompt=PROMPT, **bad)
         except kind as error:
             refused: Any = error.body
         else:

@@ -13,13 +13,10 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from load_tests import target
 from load_tests.checks import Violation, check_failed, check_idle, check_whole, metrics
 from load_tests.client import Address, Reply, get, post
-from shark_llm.runtime.runner import ModelRunner, Phase, Row
+from shark_llm.runtime.runner import ModelRunner, Phase, Row, StepOutput
 
 PATH = "/v1/completions"
 ANSWERING_WITHIN = 1.0
@@ -68,11 +65,11 @@ class FaultyRunner:
         self.decode_batch_sizes = inner.decode_batch_sizes
         self.device_seconds = 0.0
 
-    def forward(self, phase: Phase, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
+    def run(self, phase: Phase, rows: Sequence[Row]) -> StepOutput:
         self._faults.strike()
-        logits = self._inner.forward(phase, rows)
+        output = self._inner.run(phase, rows)
         self.device_seconds = self._inner.device_seconds
-        return logits
+        return output
 
     def close(self) -> None:
         self._inner.close()
