@@ -1,8 +1,9 @@
-"""Decode attention that walks the pages, compiled for this CPU, against numpy."""
+"""Attention that walks the pages, compiled for this CPU, against numpy."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import iree.runtime as rt
 import ml_dtypes
@@ -12,13 +13,14 @@ import pytest
 
 from shark_llm.compile.compiler import run_compiler
 from shark_llm.compile.targets import get_target
-from shark_llm.export.page_attention import PageAttention, is_whole_vectors
+from shark_llm.export.page_attention import PageAttention, walks_pages
+from shark_llm.export.prefill_attention import PrefillAttention
 
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 ELEMENTS = {
-    "f32": rt.HalElementType.FLOAT_32,
-    "f16": rt.HalElementType.FLOAT_16,
-    "bf16": rt.HalElementType.BFLOAT_16,
+    np.dtype(np.float32): rt.HalElementType.FLOAT_32,
+    np.dtype(np.float16): rt.HalElementType.FLOAT_16,
+    np.dtype(ml_dtypes.bfloat16): rt.HalElementType.BFLOAT_16,
 }
 KV_HEADS, TABLE_PAGES = 2, 5
 
@@ -50,23 +52,73 @@ def test_walk_equals_softmax(
             for cache in caches:
                 cache[page, :, max(0, beyond) :] = np.nan
 
-    module = compiled(dtype, page_size, head_dim, (n, KV_HEADS * group), tmp_path)
-    device = rt.get_device("local-sync")
-    views = [
+    attention = PageAttention(dtype=dtype, page_size=page_size, head_dim=head_dim)
+    module = compiled(attention, "1", (n, KV_HEADS * group), tmp_path)
+    found = module.attend(q, table, lengths[:, None], *on_device(caches)).to_host()
+    assert np.abs(found - np.stack(wanted)).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "head_dim", "group"),
+    [
+        ("bf16", 16, 64, 3),
+        ("bf16", 32, 24, 16),  # more query heads than a workgroup takes
+        ("f16", 8, 80, 7),
+        ("f32", 128, 40, 1),  # two chunks a page
+        ("bf16", 16, 512, 2),  # the largest buffer
+    ],
+)
+def test_prefill_equals_softmax(
+    dtype: str, page_size: int, head_dim: int, group: int, tmp_path: Path
+) -> None:
+    """C04, C05: a prompt from its start, one that goes on behind cached pages, one that ends
+    in a page and is followed by pages of padding. What no query may see, here NaN, changes nothing,
+    and padding gives finite numbers."""
+    random = np.random.default_rng(3)
+    pages, heads = 2 + 160 // page_size, KV_HEADS * group
+    s = (pages - 1) * page_size
+    starts = np.array([0, page_size, 0])
+    lengths = np.array([s, page_size + s, s - page_size - 3])
+    q = random.standard_normal((3, s, heads, head_dim), dtype=np.float32)
+    shape = (3 * pages + 1, KV_HEADS, page_size, head_dim)
+    caches = [random.standard_normal(shape).astype(DTYPES[dtype]) for _ in "kv"]
+    table = random.permutation(np.arange(1, shape[0])).reshape(3, pages)
+    visible = np.minimum(starts[:, None] + np.arange(s) + 1, lengths[:, None])
+    wanted = np.zeros((3, s, heads * head_dim))
+    for row, place in np.ndindex(3, s):
+        wanted[row, place] = softmax_attention(
+            q[row, place], caches, table[row], visible[row, place]
+        )
+    for row, length in zip(table, lengths, strict=True):
+        for page, beyond in zip(row, length - page_size * np.arange(pages), strict=True):
+            for cache in caches:
+                cache[page, :, max(0, beyond) :] = np.nan
+
+    attention = PrefillAttention(dtype=dtype, page_size=page_size, head_dim=head_dim)
+    module = compiled(attention, "?", (3, heads), tmp_path)
+    result = module.attend(q, table, visible, *on_device(caches))
+    found = result.to_host().reshape(wanted.shape)  # a view of the result's memory
+    assert np.isfinite(found).all()
+    for row, count in enumerate(np.minimum(s, lengths - starts)):
+        assert np.abs(found[row, :count] - wanted[row, :count]).max() < 1e-5
+
+
+def on_device(caches: list[npt.NDArray[Any]]) -> list[rt.DeviceArray]:
+    """As (P, K*L*D)."""
+    device = rt.get_device("local-task")
+    return [
         rt.DeviceArray(
             device,
             device.allocator.allocate_buffer_copy(
                 memory_type=rt.MemoryType.DEVICE_LOCAL,
                 allowed_usage=rt.BufferUsage.DEFAULT,
                 device=device,
-                buffer=cache.reshape(shape[0], -1),
-                element_type=ELEMENTS[dtype],
+                buffer=cache.reshape(len(cache), -1),
+                element_type=ELEMENTS[cache.dtype],
             ),
         )
         for cache in caches
     ]
-    found = module.attend(q, table, lengths[:, None], *views).to_host()
-    assert np.abs(found - np.stack(wanted)).max() < 1e-5
 
 
 def softmax_attention(
@@ -92,32 +144,38 @@ def softmax_attention(
 
 
 def compiled(
-    dtype: str, page_size: int, head_dim: int, rows_and_heads: tuple[int, int], tmp_path: Path
+    attention: PageAttention | PrefillAttention,
+    tokens: str,
+    rows_and_heads: tuple[int, int],
+    tmp_path: Path,
 ) -> rt.VmModule:
-    """A module with @attend."""
-    attention = PageAttention(dtype=dtype, page_size=page_size, head_dim=head_dim)
+    """A module with @attend, of 1 or ? tokens a row."""
     n, heads = rows_and_heads
+    page_size, head_dim = attention.page_size, attention.head_dim
     symbol = attention.function(n, heads, KV_HEADS)
     assert attention.function(n, heads, KV_HEADS) == symbol
     assert len(attention.functions) == 1
-    cache = f"tensor<?x{KV_HEADS * page_size * head_dim}x{dtype}>"
-    types = f"tensor<{n}x1x{heads}x{head_dim}xf32>, tensor<{n}x?xi64>, tensor<{n}x1xi64>"
-    result = f"tensor<{n}x{heads * head_dim}xf32>"
-    arguments = ", ".join(f"%a{i}: {t}" for i, t in enumerate([*types.split(", "), cache, cache]))
+    cache = f"tensor<?x{KV_HEADS * page_size * head_dim}x{attention.dtype}>"
+    q, visible = f"tensor<{n}x{tokens}x{heads}x{head_dim}xf32>", f"tensor<{n}x{tokens}xi64>"
+    types = [q, f"tensor<{n}x?xi64>", visible, cache, cache]
+    result = f"tensor<{n if tokens == '1' else '?'}x{heads * head_dim}xf32>"
+    arguments = ", ".join(f"%a{i}: {t}" for i, t in enumerate(types))
     wrapper = f"""
 func.func @attend({arguments}) -> {result} {{
-  %r = func.call @{symbol}(%a0, %a1, %a2, %a3, %a4) : ({types}, {cache}, {cache}) -> {result}
+  %r = func.call @{symbol}(%a0, %a1, %a2, %a3, %a4) : ({", ".join(types)}) -> {result}
   return %r : {result}
 }}"""
     source, output = tmp_path / "attention.mlir", tmp_path / "attention.vmfb"
     source.write_text("\n".join(["module @m {", attention.functions[symbol], wrapper, "}"]))
     run_compiler(source, output, get_target("host").compile_flags(1))
-    config = rt.Config("local-sync")
+    config = rt.Config("local-task")
     return rt.load_vm_module(rt.VmModule.mmap(config.vm_instance, str(output)), config)
 
 
 def test_pages_or_heads_of_broken_vectors_are_not_walked() -> None:
-    """Pages of 2 or 4 tokens, heads of 4 or 20 columns: they are gathered."""
-    assert is_whole_vectors(8, 24)
-    assert not is_whole_vectors(4, 64)
-    assert not is_whole_vectors(16, 20)
+    """Pages of 2 or 4 tokens, heads of 4, 20 or 520 columns: they are gathered."""
+    assert walks_pages(8, 24)
+    assert not walks_pages(4, 64)
+    assert not walks_pages(16, 20)
+    assert walks_pages(16, 512)
+    assert not walks_pages(16, 520)

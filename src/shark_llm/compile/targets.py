@@ -12,6 +12,7 @@ from typing import Literal
 from shark_llm.artifacts.cpu import host_cpu_features
 from shark_llm.errors import UnsupportedTargetError
 from shark_llm.export.packed import LinearForm
+from shark_llm.export.prefill_walk import STACK_BYTES
 from shark_llm.model.llama import AttentionForm
 
 Driver = Literal["local-task", "hip", "cuda"]
@@ -59,7 +60,10 @@ PLAIN = LinearForm(form="plain")
 PLAIN_SHARED = LinearForm(form="plain", shares_layers=True)
 
 # The generic micro-kernel for mixed operands is scalar code; generated code is vectorized.
-_CPU = ("--iree-llvmcpu-enable-ukernels=none",)
+_CPU = (
+    "--iree-llvmcpu-enable-ukernels=none",
+    f"--iree-llvmcpu-stack-allocation-limit={STACK_BYTES}",
+)
 # Where it would load the operands of small products directly into shared memory, the compiler
 # divides by zero (SIGFPE in getXorShuffleParamsForTunedChipset): 1 row of 64 columns, 8 of 144.
 _INDIRECT = ("--iree-llvmgpu-use-direct-load=false",)

@@ -11,9 +11,9 @@ rows with C tokens of context holds on a rank
     states    in f32: hidden states, norms and partial sums, q, k, v and what becomes of them; with
               gate and up in one piece where there is one rank
 
-and a decode the same with one token a row, of the keys once more where attention is not fused; but
-on CPUs it reads pages of whole vectors where they lie, and holds neither keys nor scores. The
-formulas follow from the shapes in `model/llama.py`; how often each is held was read off modules.
+and a decode the same with one token a row, of the keys once more where attention is not fused. But
+on CPUs both read pages of whole vectors where they lie, and hold states alone. The formulas follow
+from the shapes in `model/llama.py`; how often each is held was read off modules.
 
 How near it is: beside modules of Llama 3.1 8B for gfx942 (tp 1, 2, 8) and of 8B and SmolLM2 135M
 for CPUs (tp 1; tp 1, 2, 3), of 1 to 4 layers, in steps of 128, 512 and 2048 tokens at contexts of
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from shark_llm.artifacts.irpa import DTYPE_BYTES
 from shark_llm.compile.workspace import PREFILL_TOKENS
-from shark_llm.export.page_attention import is_whole_vectors
+from shark_llm.export.page_attention import walks_pages
 from shark_llm.export.signatures import ExportSettings
 from shark_llm.model.config import ModelConfig
 from shark_llm.model.llama import AttentionForm
@@ -91,6 +91,8 @@ class _Estimate:
         """Of a step of `tokens` tokens in all its rows."""
         heads, page = self.rank.num_heads, self.page_size
         tokens = -(-tokens // (rows * page)) * rows * page
+        if self._walks:
+            return tokens * self._states()
         if not self.is_fused:
             pairs = 1 + 4 * heads * (3 if self.tp == 1 else 4)
         elif rows == 1:
@@ -105,12 +107,17 @@ class _Estimate:
     def decode(self, rows: int) -> int:
         """Of a step of one token in each row."""
         logits = 2 * 4 * self.config.vocab_size
-        if not self.is_fused and is_whole_vectors(self.page_size, self.config.head_dim):
-            return rows * (logits + self._states())  # pages are read where they lie
+        if self._walks:
+            return rows * (logits + self._states())
         heads = self.rank.num_heads
         keys = self._keys() + self.context * heads if self.is_fused else 3 * self._keys()
         scores = 0 if self.is_fused else self.context * 4 * 4 * heads
         return rows * (logits + self._states() + keys + scores)
+
+    @property
+    def _walks(self) -> bool:
+        """Pages are read where they lie."""
+        return not self.is_fused and walks_pages(self.page_size, self.config.head_dim)
 
     def _keys(self) -> int:
         """Of the gathered pages of one row in one cache."""
@@ -120,6 +127,7 @@ class _Estimate:
         """Of what has the size of one token, all in f32."""
         attention = (3 * self.rank.num_heads + 4 * self.rank.num_kv_heads) * self.config.head_dim
         if self.tp > 1:
-            return 4 * (attention + (6 * self.tp + 2) * self.config.hidden_size)
+            hidden = (6 * self.tp + (6 if self._walks else 2)) * self.config.hidden_size
+            return 4 * (attention + hidden)
         hidden = (3 if self.is_fused else 15) * self.config.hidden_size
         return 4 * (attention + hidden + 2 * self.rank.intermediate_size)

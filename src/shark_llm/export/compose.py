@@ -31,6 +31,7 @@ from shark_llm.export.operations import RankOperations, symbol_of
 from shark_llm.export.packed import LinearForm
 from shark_llm.export.page_attention import PageAttention
 from shark_llm.export.pages import PageReaders
+from shark_llm.export.prefill_attention import PrefillAttention
 from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
 from shark_llm.export.trace import FragmentLibrary, TensorType
 from shark_llm.export.writer import ArgumentDims, FunctionBody, Value, device_affinity
@@ -87,9 +88,8 @@ def export_module(
     readers = PageReaders(
         dtype=settings.dtype, page_size=settings.page_size, head_dim=config.head_dim
     )
-    attention = PageAttention(
-        dtype=settings.dtype, page_size=settings.page_size, head_dim=config.head_dim
-    )
+    pages = (settings.dtype, settings.page_size, config.head_dim)
+    decode_attention, prefill_attention = PageAttention(*pages), PrefillAttention(*pages)
     composer = _Composer(
         config=config,
         settings=settings,
@@ -100,7 +100,8 @@ def export_module(
             parameters=parameters,
             linears=linears,
             readers=readers,
-            attention=attention,
+            decode_attention=decode_attention,
+            prefill_attention=prefill_attention,
         ),
     )
     functions: list[str] = []
@@ -112,7 +113,8 @@ def export_module(
         *composer.globals(),
         *linears.functions.values(),
         *readers.functions.values(),
-        *attention.functions.values(),
+        *decode_attention.functions.values(),
+        *prefill_attention.functions.values(),
         *functions,
         "}",
         "",

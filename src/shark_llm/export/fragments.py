@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from shark_llm.artifacts.manifest import EntryPoint
-from shark_llm.export.page_attention import is_whole_vectors
+from shark_llm.export.page_attention import walks_pages
 from shark_llm.export.trace import DynamicDim, Fragment, FragmentLibrary, TensorType
 from shark_llm.model import llama
 from shark_llm.model.config import ModelConfig
@@ -42,7 +42,7 @@ class RankFragments:
     """Of the pages to write, in decode, where attention reads what nobody wrote."""
     write: Fragment
     mix: Fragment | None
-    """None where attention walks the pages: `PageAttention`."""
+    """None where attention walks the pages: `PageAttention` and `PrefillAttention`."""
     add: Fragment
     """Residual stream plus the partial sum of every rank."""
     total: Fragment
@@ -69,7 +69,7 @@ class FragmentTracer:
         config, n, page = self.config, entry.batch_size, self.page_size
         dtype = DTYPES[self.dtype]
         prefill = entry.phase == "prefill"
-        walks = self.form == "matmul" and not prefill and is_whole_vectors(page, config.head_dim)
+        walks = self.form == "matmul" and walks_pages(page, config.head_dim)
         seq = DynamicDim(name="seq_pages", multiple=page) if prefill else 1
         rows = DynamicDim(name="seq_pages", multiple=page * n) if prefill else n
         pages = DynamicDim(name="seq_pages") if prefill else 1

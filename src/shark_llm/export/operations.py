@@ -12,6 +12,7 @@ from shark_llm.export.fragments import DTYPES, RankFragments
 from shark_llm.export.linear import LinearLibrary
 from shark_llm.export.page_attention import PageAttention
 from shark_llm.export.pages import PageReaders
+from shark_llm.export.prefill_attention import PrefillAttention
 from shark_llm.export.trace import Fragment, TensorType
 from shark_llm.export.writer import FunctionBody, Value
 from shark_llm.sharding.plan import LocalParameter
@@ -24,7 +25,8 @@ class RankOperations:
     parameters: list[dict[str, LocalParameter]]
     linears: LinearLibrary
     readers: PageReaders
-    attention: PageAttention
+    decode_attention: PageAttention
+    prefill_attention: PrefillAttention
 
     def attend(
         self,
@@ -69,20 +71,21 @@ class RankOperations:
         v_cache: Value,
         qkv: tuple[Value, ...],
     ) -> Value:
-        """Decode attention without a copy of the pages."""
-        batch, _, heads, head_dim = q.type.shape
+        """Attention without a copy of the pages."""
+        batch, tokens, heads, head_dim = q.type.shape
         columns = qkv[1].type.shape[1]
         assert isinstance(batch, int)
         assert isinstance(heads, int)
         assert isinstance(head_dim, int)
         assert isinstance(columns, int)
         operands = (q, read_pages, visible, k_cache, v_cache)
+        attention = self.decode_attention if tokens == 1 else self.prefill_attention
         fragment = Fragment(
-            name=self.attention.function(batch, heads, columns // head_dim),
+            name=attention.function(batch, heads, columns // head_dim),
             arguments=tuple(o.type for o in operands),
             results=(qkv[0].type,),
         )
-        return body.call(fragment, operands, ((),))[0]
+        return body.call(fragment, operands, (qkv[0].dims,))[0]
 
     def _read(
         self,

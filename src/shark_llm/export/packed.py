@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shark_llm.export.tiling import largest_divisor
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearForm:
@@ -128,7 +130,7 @@ class PackedProducts:
     def product(self, tiles: Tiles, k: int, n: int, x: str, w: str, result: str) -> list[str]:
         """Packed rows times a packed weight."""
         tile_n = self.form.tile_n
-        side_by_side = _largest_divisor(-(-n // tile_n), self.form.max_tiles_one_row)
+        side_by_side = largest_divisor(-(-n // tile_n), self.form.max_tiles_one_row)
         if tiles.is_one_row and side_by_side > 1:
             return self._one_row(k, n, side_by_side, x, w, result)
         xp, wp = self.rows_type(tiles, k), self.tensor(-(-n // tile_n), k, tile_n, 1)
@@ -223,8 +225,3 @@ _MAX_WORKGROUPS = 64
 def _power_of_two(m: int) -> int:
     """The smallest power of two that holds m rows."""
     return 1 << (m - 1).bit_length()
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
-    return next(d for d in range(limit, 0, -1) if number % d == 0)

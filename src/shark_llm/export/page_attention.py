@@ -31,25 +31,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shark_llm.export.vector_writer import LANES, ROTATIONS, VECTOR, VectorWriter
+from shark_llm.export.tiling import largest_divisor
+from shark_llm.export.vector_writer import (
+    LANES,
+    LOAD,
+    READ,
+    ROTATIONS,
+    STORE,
+    VECTOR,
+    WRITE,
+    VectorWriter,
+)
 
 MAX_SUMS = 12
 """Sums that an inner loop keeps in registers; the others hold operands."""
 MAX_CHUNK = 32
+MAX_HEAD_DIM = 512
 CACHE_LINE = 64
 """Bytes."""
 MAX_HEADS = 8
 """Query heads of a workgroup: each chunk is read and widened to f32 once for all of them."""
 
-_LOAD = "iree_tensor_ext.dispatch.tensor.load"
-_STORE = "iree_tensor_ext.dispatch.tensor.store"
-_READ = "!iree_tensor_ext.dispatch.tensor<readonly:"
-_WRITE = "!iree_tensor_ext.dispatch.tensor<writeonly:"
 
-
-def is_whole_vectors(page_size: int, head_dim: int) -> bool:
-    """Whether tokens of a page and columns of a head fill vectors: what this form needs."""
-    return page_size % LANES == 0 and head_dim % LANES == 0
+def walks_pages(page_size: int, head_dim: int) -> bool:
+    """Whether tokens of a page and columns of a head fill vectors, and a workgroup's buffers its
+    stack at most: what this form needs, and that of prefill."""
+    return page_size % LANES == 0 and head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
 
 
 @dataclass
@@ -77,7 +84,7 @@ class PageAttention:
                 batch_size=batch_size,
                 num_kv_heads=num_kv_heads,
                 group=group,
-                heads=_largest_divisor(group, MAX_HEADS),
+                heads=largest_divisor(group, MAX_HEADS),
             )
             self.functions[name] = kernel.text(name)
         return name
@@ -160,9 +167,9 @@ func.func private @{name}(%queries: {q}, %read_pages: {table}, %visible: {visibl
   %mixed = flow.dispatch.workgroups[%blocks, %n](
       %split, %read_pages, %visible, %k_cache, %v_cache, %p, %t)
       : ({split}, {table}{{%t}}, {visible}, {cache}{{%p}}, {cache}{{%p}}, index, index) -> {split} =
-      (%all_q: {_READ}{split}>, %all_pages: {_READ}{table}>, %all_visible: {_READ}{visible}>,
-       %all_k: {_READ}{cache}>, %all_v: {_READ}{cache}>, %pool: index, %table_pages: index,
-       %all_mixed: {_WRITE}{split}>) {{
+      (%all_q: {READ}{split}>, %all_pages: {READ}{table}>, %all_visible: {READ}{visible}>,
+       %all_k: {READ}{cache}>, %all_v: {READ}{cache}>, %pool: index, %table_pages: index,
+       %all_mixed: {WRITE}{split}>) {{
 {constants}
     %zero = arith.constant 0.0 : f32
     %narrow_zero = arith.constant 0.0 : {self.dtype}
@@ -176,11 +183,11 @@ func.func private @{name}(%queries: {q}, %read_pages: {table}, %visible: {visibl
     %head = arith.divui %block, %per_kv_head : index
     %head_size = arith.constant {self.page_size * d} : index
     %head_start = arith.muli %head, %head_size : index
-    %q = {_LOAD} %all_q, {own} : {_READ}{split}> -> {self.queries}
-    %pages = {_LOAD} %all_pages, offsets = [%row, 0], sizes = [1, %table_pages], strides = [1, 1]
-        : {_READ}{table}>{{%table_pages}} -> tensor<?xi64>
-    %lengths = {_LOAD} %all_visible, offsets = [0, 0], sizes = [{n}, 1], strides = [1, 1]
-        : {_READ}{visible}> -> {visible}
+    %q = {LOAD} %all_q, {own} : {READ}{split}> -> {self.queries}
+    %pages = {LOAD} %all_pages, offsets = [%row, 0], sizes = [1, %table_pages], strides = [1, 1]
+        : {READ}{table}>{{%table_pages}} -> tensor<?xi64>
+    %lengths = {LOAD} %all_visible, offsets = [0, 0], sizes = [{n}, 1], strides = [1, 1]
+        : {READ}{visible}> -> {visible}
     %first = arith.constant 0 : index
     %length_i64 = tensor.extract %lengths[%row, %first] : {visible}
     %told = arith.index_cast %length_i64 : i64 to index
@@ -196,7 +203,7 @@ func.func private @{name}(%queries: {q}, %read_pages: {table}, %visible: {visibl
     %always_0 = arith.shrui %length_i64, %far : i64
     %never = arith.trunci %always_0 : i64 to {self.bits}
 {lines}
-    {_STORE} {result}, %all_mixed, {own} : {self.queries} -> {_WRITE}{split}>
+    {STORE} {result}, %all_mixed, {own} : {self.queries} -> {WRITE}{split}>
     flow.return
   }} count(%x: index, %y: index) -> (index, index, index) {{
     %z = arith.constant 1 : index
@@ -289,8 +296,8 @@ func.func private @{name}(%queries: {q}, %read_pages: {table}, %visible: {visibl
         start = w.let(f"arith.addi %head_start, {inside} : index")
         return [
             w.let(
-                f"{_LOAD} {cache}, offsets = [{page}, {start}], sizes = [1, {size}], "
-                f"strides = [1, 1] : {_READ}{self.cache}>{{%pool}} -> {self.tokens}"
+                f"{LOAD} {cache}, offsets = [{page}, {start}], sizes = [1, {size}], "
+                f"strides = [1, 1] : {READ}{self.cache}>{{%pool}} -> {self.tokens}"
             )
             for cache in ("%all_k", "%all_v")
         ]
@@ -368,7 +375,7 @@ func.func private @{name}(%queries: {q}, %read_pages: {table}, %visible: {visibl
     ) -> list[str]:
         """mixed * factors + weights * values, for as many columns at once as registers hold."""
         w, heads = self.writer, self.heads
-        at_once = _largest_divisor(self.vectors, MAX_SUMS // heads)
+        at_once = largest_divisor(self.vectors, MAX_SUMS // heads)
         mixed = list(mixed)
         for first in range(0, self.vectors, at_once):
             columns = range(first, first + at_once)
@@ -393,8 +400,3 @@ func.func private @{name}(%queries: {q}, %read_pages: {table}, %visible: {visibl
             for at, sum_ in zip(places, sums, strict=True):
                 mixed[at] = sum_
         return mixed
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of `number` that is at most `limit`."""
-    return next(d for d in range(limit, 0, -1) if number % d == 0)

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 LANES = 8
 VECTOR = f"vector<{LANES}xf32>"
 FLAGS = f"vector<{LANES}xi1>"
+LOAD = "iree_tensor_ext.dispatch.tensor.load"
+STORE = "iree_tensor_ext.dispatch.tensor.store"
+READ = "!iree_tensor_ext.dispatch.tensor<readonly:"
+WRITE = "!iree_tensor_ext.dispatch.tensor<writeonly:"
 ROTATIONS = ((4, 5, 6, 7, 0, 1, 2, 3), (2, 3, 0, 1, 6, 7, 4, 5), (1, 0, 3, 2, 5, 4, 7, 6))
 """Combined with each in turn, every lane of a vector holds the result of all lanes."""
 
@@ -111,8 +115,24 @@ class VectorWriter:
             self.shuffle(a, b, (4, 5, 6, 7, 12, 13, 14, 15)),
         )
 
+    def transposed(self, rows: Sequence[str]) -> list[str]:
+        """Vector i: lane i of each of 8 vectors."""
+        rows = list(rows)
+        # Exchange lanes between vectors 1, 2 and 4 apart, as the bits of their numbers tell.
+        for apart in (1, 2, 4):
+            low = [lane if not lane & apart else lane - apart + LANES for lane in range(LANES)]
+            high = [lane + apart if not lane & apart else lane + LANES for lane in range(LANES)]
+            for i in range(LANES):
+                if not i & apart:
+                    a, b = rows[i], rows[i + apart]
+                    rows[i], rows[i + apart] = self.shuffle(a, b, low), self.shuffle(a, b, high)
+        return rows
+
     def load(self, buffer: str, of: str, at: str) -> str:
-        """8 elements of a flat tensor of type `of`, widened to f32 where they are narrower."""
+        """8 elements, of a row, of a tensor of type `of`, widened to f32 where they are narrower.
+
+        `at` is the place of the first, one index for each dimension.
+        """
         dtype = of.removesuffix(">").rpartition("x")[2]
         narrow = f"vector<{LANES}x{dtype}>"
         zero = "%zero" if dtype == "f32" else "%narrow_zero"
@@ -127,7 +147,7 @@ class VectorWriter:
         return self.let(f"vector.broadcast {element} : f32 to {VECTOR}")
 
     def store(self, vector: str, buffer: str, of: str, at: str) -> str:
-        """The flat f32 tensor with 8 elements replaced."""
+        """The f32 tensor with 8 elements of a row replaced."""
         return self.let(
             f"vector.transfer_write {vector}, {buffer}[{at}] {{in_bounds = [true]}} : "
             f"{VECTOR}, {of}"
