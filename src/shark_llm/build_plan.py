@@ -69,7 +69,8 @@ class BuildSettings:
     """dummy: from config.json alone, every weight being the same number."""
     page_size: int = ExportSettings.page_size
     batch_sizes_prefill: tuple[int, ...] = ExportSettings.batch_sizes_prefill
-    batch_sizes_decode: tuple[int, ...] = ExportSettings.batch_sizes_decode
+    batch_sizes_decode: tuple[int, ...] | None = None
+    """None: those of the target."""
     max_model_len: int | None = None
     """None: what the model was made for."""
     extra_compile_args: tuple[str, ...] = ()
@@ -155,7 +156,7 @@ def check_settings(settings: BuildSettings) -> CompileTarget:
     """Refuse what is wrong whatever the model is; returns the target's row. Raises UsageError."""
     target = get_target(settings.target, quantized=settings.weights_dtype is not None)
     device_memory(target, settings.gpu)
-    _export_settings(settings, "f32")
+    _export_settings(settings, target, "f32")
     if settings.save_intermediates and settings.dev_dir is None:
         raise UsageError("--save-intermediates needs --output-dev-artifacts-dir to put them in")
     if settings.dev_dir is not None:
@@ -224,7 +225,7 @@ def make_plan(
         config=config,
         target=target,
         device=device,
-        export=_export_settings(settings, dtype),
+        export=_export_settings(settings, target, dtype),
         plan=placements,
         max_model_len=length,
         file_bytes=required_bytes(
@@ -299,12 +300,12 @@ def _source_digest(*folders: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _export_settings(settings: BuildSettings, dtype: str) -> ExportSettings:
+def _export_settings(settings: BuildSettings, target: CompileTarget, dtype: str) -> ExportSettings:
     return replace(
         ExportSettings(),
         page_size=settings.page_size,
         batch_sizes_prefill=settings.batch_sizes_prefill,
-        batch_sizes_decode=settings.batch_sizes_decode,
+        batch_sizes_decode=settings.batch_sizes_decode or target.batch_sizes_decode,
         dtype=dtype,
     )
 
@@ -365,7 +366,7 @@ def _check_memory(
         attention_form=target.attention_form,
         page_size=settings.page_size,
         batch_sizes_prefill=settings.batch_sizes_prefill,
-        batch_sizes_decode=settings.batch_sizes_decode,
+        batch_sizes_decode=settings.batch_sizes_decode or target.batch_sizes_decode,
     )
     try:
         check_capacity(

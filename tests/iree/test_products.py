@@ -24,7 +24,7 @@ K = 24
 CASES = [(1, n, False) for n in (96, 80, 64, 32, 112, 16, 40, 7)]
 CASES += [(m, n, False) for m in (2, 3, 4, 8, 9, None) for n in (32, 40)]
 CASES += [(m, 80, True) for m in (1, 8, None)]
-CASES += [(m, 40, False) for m in (6, 7)]  # one tile, and two that are not filled
+CASES += [(m, 40, False) for m in (6, 7, 17)]  # one tile, two, and three that are not filled
 
 
 def wrapper(i: int, symbol: str, rows: int, n: int, held: str, given: list[tuple[str, str]]) -> str:
@@ -55,22 +55,28 @@ def wrapper(i: int, symbol: str, rows: int, n: int, held: str, given: list[tuple
 
 
 @pytest.mark.parametrize(
-    ("dtype", "form", "quantized"),
+    ("dtype", "form", "quantized", "min_rows"),
     [
-        ("f32", "packed", False),
-        ("f16", "packed", False),
-        ("bf16", "packed", False),
-        ("bf16", "plain", False),
-        ("bf16", "packed", True),
-        ("bf16", "plain", True),
+        ("f32", "packed", False, 1),
+        ("f16", "packed", False, 8),
+        ("bf16", "packed", False, 8),
+        ("bf16", "plain", False, 1),
+        ("bf16", "packed", True, 8),
+        ("bf16", "plain", True, 1),
     ],
 )
 def test_products_equal_numpy(
-    dtype: str, form: Literal["packed", "plain"], quantized: bool, tmp_path: Path
+    dtype: str,
+    form: Literal["packed", "plain"],
+    quantized: bool,
+    min_rows: int,
+    tmp_path: Path,
 ) -> None:
     """C01, C05: every number of rows and of tiles, filled or not, with a bias and without; weights
     of the dtype, or i8 with a scale for each row."""
-    library = LinearLibrary(form=LinearForm(form=form), dtype=dtype, quantized=quantized)
+    library = LinearLibrary(
+        form=LinearForm(form=form), dtype=dtype, quantized=quantized, min_rows=min_rows
+    )
     wrappers = []
     for i, (m, n, bias) in enumerate(CASES):
         symbol = library.function(m, K, n, bias=bias)

@@ -71,6 +71,15 @@ def test_the_report_says_what_was_built(
     assert "model.mlir" in report["files"]
 
 
+def test_cpus_take_decode_batches_of_16_by_default(
+    tmp_path: Path, t0: Path, compile_side: FakeCompileSide
+) -> None:
+    for target, sizes in (("host", (1, 4, 8, 16)), ("gfx942", (1, 4, 8))):
+        wanted = settings(t0, tmp_path / target, target=target, batch_sizes_decode=None)
+        built = build(wanted, ListReporter()).manifest.entry_points
+        assert tuple(e.batch_size for e in built if e.phase == "decode") == sizes
+
+
 def test_intermediates_come_from_a_run_of_their_own(
     tmp_path: Path, t0: Path, compile_side: FakeCompileSide
 ) -> None:

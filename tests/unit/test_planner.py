@@ -162,9 +162,9 @@ def test_steps_and_contexts_take_of_the_room_for_kv() -> None:
             ask(module=ModuleShape(attention_form="matmul")),
         )
     )
-    needs = [split.ranks[0].workspace_bytes for split in (shorter, usual, larger, host)]
+    needs = [split.ranks[0].workspace_bytes for split in (host, shorter, usual, larger)]
     assert needs == sorted(set(needs))
-    tokens = [split.kv_tokens for split in (shorter, usual, larger, host)]
+    tokens = [split.kv_tokens for split in (host, shorter, usual, larger)]
     assert tokens == sorted(set(tokens), reverse=True)
 
 

@@ -52,11 +52,11 @@ MEASURED = [
     (LLAMA_8B, 8, "fused", 512, 8192, "bf16", 463),
     (LLAMA_8B, 8, "fused", 2048, 8192, "bf16", 1788),
     (LLAMA_8B, 8, "fused", 2048, 131072, "bf16", 3361),
-    (LLAMA_8B, 1, "matmul", 512, 8192, "bf16", 195),
+    (LLAMA_8B, 1, "matmul", 512, 8192, "bf16", 157),
     (LLAMA_8B, 2, "matmul", 2048, 131072, "bf16", 547),
-    (SMOLLM2, 1, "matmul", 128, 2048, "bf16", 6.5),
-    (SMOLLM2, 2, "matmul", 512, 8192, "bf16", 24),
-    (SMOLLM2, 3, "matmul", 2048, 131072, "bf16", 111),
+    (SMOLLM2, 1, "matmul", 128, 2048, "bf16", 5.0),
+    (SMOLLM2, 2, "matmul", 512, 8192, "bf16", 20),
+    (SMOLLM2, 3, "matmul", 2048, 131072, "bf16", 103),
 ]
 """Megabytes of the fullest rank as `module_workspace` read them from modules of 2 to 4 layers, with
 all default entry points, for gfx942 and for CPUs (IREE 3.13)."""

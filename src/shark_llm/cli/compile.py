@@ -239,7 +239,7 @@ def build(
         weights=cast("WeightsChoice", weights),
         page_size=page_size if page_size is not None else unset.page_size,
         batch_sizes_prefill=tuple(batch_sizes_prefill or unset.batch_sizes_prefill),
-        batch_sizes_decode=tuple(batch_sizes_decode or unset.batch_sizes_decode),
+        batch_sizes_decode=tuple(batch_sizes_decode or ()) or unset.batch_sizes_decode,
         max_model_len=max_model_len if max_model_len is not None else unset.max_model_len,
         extra_compile_args=tuple(extra_compile_arg or ()),
         save_intermediates=save_intermediates,

@@ -89,7 +89,9 @@ BatchSizesPrefill = Annotated[
 ]
 BatchSizesDecode = Annotated[
     list[int] | None,
-    typer.Option(help=BATCH_SIZES_HELP.format("decode", "1 4 8 16"), rich_help_panel=TARGET),
+    typer.Option(
+        help=BATCH_SIZES_HELP.format("decode", "1 4 8, on CPUs 16 too"), rich_help_panel=TARGET
+    ),
 ]
 CacheDir = Annotated[
     Path | None,

@@ -87,7 +87,11 @@ BatchSizesPrefill = Annotated[
 ]
 BatchSizesDecode = Annotated[
     list[int] | None,
-    setting("batch_sizes_decode", _BUILD, flags.BATCH_SIZES_HELP.format("decode", "1 4 8 16")),
+    setting(
+        "batch_sizes_decode",
+        _BUILD,
+        flags.BATCH_SIZES_HELP.format("decode", "1 4 8, on CPUs 16 too"),
+    ),
 ]
 CacheDir = Annotated[Path | None, setting("cache_dir", _BUILD, flags.CACHE_DIR_HELP)]
 CachePolicyFlag = Annotated[

@@ -13,6 +13,7 @@ from shark_llm.artifacts.cpu import host_cpu_features
 from shark_llm.errors import UnsupportedTargetError
 from shark_llm.export.packed import LinearForm
 from shark_llm.export.prefill_walk import STACK_BYTES
+from shark_llm.export.signatures import ExportSettings
 from shark_llm.model.llama import AttentionForm
 
 Driver = Literal["local-task", "hip", "cuda"]
@@ -35,6 +36,8 @@ class CompileTarget:
     attention_form: AttentionForm
     linear_form: LinearForm
     default_dtype: str = "bf16"
+    batch_sizes_decode: tuple[int, ...] = ExportSettings.batch_sizes_decode
+    """By default. On GPUs each more costs minutes of compiling a large model, and workspace."""
     memory_bytes: int | None = None
     """Of one device of the common model of this chip; None: the machine's own memory."""
     cpu: str | None = None
@@ -79,6 +82,7 @@ def _cpu(name: str, description: str, cpu: str, features: tuple[str, ...]) -> Co
         backend="llvm-cpu",
         flags=(f"--iree-llvmcpu-target-cpu={cpu}", *_CPU),
         attention_form="matmul",
+        batch_sizes_decode=(*ExportSettings.batch_sizes_decode, 16),
         linear_form=PACKED_512 if "avx512f" in features else PACKED,
         cpu=cpu,
         cpu_features=features,

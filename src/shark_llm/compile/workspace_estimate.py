@@ -127,7 +127,7 @@ class _Estimate:
         """Of what has the size of one token, all in f32."""
         attention = (3 * self.rank.num_heads + 4 * self.rank.num_kv_heads) * self.config.head_dim
         if self.tp > 1:
-            hidden = (6 * self.tp + (6 if self._walks else 2)) * self.config.hidden_size
+            hidden = (6 * self.tp + (4 if self._walks else 2)) * self.config.hidden_size
             return 4 * (attention + hidden)
-        hidden = (3 if self.is_fused else 15) * self.config.hidden_size
+        hidden = (3 if self.is_fused else 8 if self._walks else 15) * self.config.hidden_size
         return 4 * (attention + hidden + 2 * self.rank.intermediate_size)

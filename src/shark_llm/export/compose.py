@@ -84,7 +84,12 @@ def export_module(
     fragments = [[tracer.trace(entry, rank) for rank in ranks] for entry in entries]
     lowered = library.lower()
     caches = cache_specs(config, settings, ranks)
-    linears = LinearLibrary(form=linear_form, dtype=settings.dtype, quantized=quantized)
+    linears = LinearLibrary(
+        form=linear_form,
+        dtype=settings.dtype,
+        quantized=quantized,
+        min_rows=settings.page_size,
+    )
     readers = PageReaders(
         dtype=settings.dtype, page_size=settings.page_size, head_dim=config.head_dim
     )

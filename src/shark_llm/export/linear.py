@@ -8,7 +8,9 @@ Two forms, chosen per target:
              registers. For CPUs without bf16 arithmetic: the generic product of two bf16 operands
              is scalar code there, and the compiler's own tiling swaps operands when M is dynamic,
              so that the narrow weight is widened once for every row instead of once for all.
-             The MLP stays in tiles from its first product to its last.
+             With AVX2, products of more than `max_tile_m` rows are kernels of `row_products.py`.
+             Others take tiles of activations, in which the MLP stays from its first product to its
+             last.
     plain    A matmul of two operands of the weight's dtype with f32 accumulation: what GPUs have
              instructions for, and what the compiler's data tiling packs itself on CPUs with bf16
              arithmetic.
@@ -25,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shark_llm.export.packed import LinearForm, PackedProducts, Tiles
+from shark_llm.export.row_products import MAX_ROWS, PANEL, product_function
 
 
 @dataclass
@@ -36,6 +39,8 @@ class LinearLibrary:
     """Of biases, of weights that are not quantized, and of the operands of plain products."""
     quantized: bool = False
     """Weights are i8 and have scales."""
+    min_rows: int = 1
+    """Of products whose number of rows is dynamic."""
     functions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -83,7 +88,7 @@ class LinearLibrary:
             ),
             *(f"%{b}: {self._bias(h if b == 'bd' else i)}" for b in biases),
         ]
-        if self.form.form == "packed" and i % self.form.tile_n == 0:
+        if self.form.form == "packed" and not self._by_rows(m) and i % self.form.tile_n == 0:
             lines = self._packed_mlp(m, h, i, gate_bias=gate_bias, up_bias=up_bias)
         else:
             lines = []
@@ -141,6 +146,8 @@ class LinearLibrary:
         """`scale` is read only where weights are quantized."""
         if self.form.form == "plain":
             return self._plain_product(m, k, n, x, w, y, scale)
+        if self._by_rows(m):
+            return self._row_product(m, k, n, (x, w, scale), y)
         tiles = self.packed.tiles(m)
         return [
             *self.packed.pack_rows(tiles, k, x, f"{y}_x"),
@@ -148,6 +155,53 @@ class LinearLibrary:
             *self.packed.product(tiles, k, n, f"{y}_x", f"{y}_w", f"{y}_packed"),
             *self._unpack(m, n, f"{y}_packed", scale, y),
         ]
+
+    def _by_rows(self, m: int | None) -> bool:
+        """Whether products of `m` rows are vector code of `row_products`."""
+        form = self.form
+        if form.form != "packed" or form.tile_n != PANEL:
+            return False
+        return self.min_rows >= MAX_ROWS if m is None else m > form.max_tile_m
+
+    def _row_product(
+        self, m: int | None, k: int, n: int, operands: tuple[str, str, str], y: str
+    ) -> list[str]:
+        """`operands`: x, the weight, its scale."""
+        x, w, scale = operands
+        tiles = self.packed.tiles(m)
+        panels, dtype = -(-n // PANEL), self.packed.dtype
+        name = f"rows.{_rows_name(m)}x{k}x{n}"
+        if name not in self.functions:
+            function = product_function(name, m, k, n, dtype, scaled=self.quantized)
+            self.functions[name] = function
+        whole = f"tensor<{tiles.rows}x{panels * PANEL}xf32>"
+        packed, flat = (
+            self.packed.tensor(panels, k, PANEL, 1),
+            self.packed.tensor(panels, k * PANEL),
+        )
+        lines = [
+            *self.packed.pack_weight(k, n, w, f"{y}_w"),
+            f"{y}_flat = tensor.collapse_shape {y}_w [[0], [1, 2, 3]] : {packed} into {flat}",
+        ]
+        passed, types = f"{x}, {y}_flat", f"tensor<{tiles.rows}x{k}xf32>, {flat}"
+        if self.quantized:
+            padded = f"tensor<{panels * PANEL}xf32>"
+            lines += [
+                f"{y}_scale = tensor.pad {scale} low[0] high[{panels * PANEL - n}] {{",
+                "^bb0(%i: index):",
+                "  tensor.yield %zero : f32",
+                f"}} : tensor<{n}xf32> to {padded}",
+            ]
+            passed, types = f"{passed}, {y}_scale", f"{types}, {padded}"
+        result = y if n % PANEL == 0 else f"{y}_padded"
+        lines.append(f"{result} = func.call @{name}({passed}) : ({types}) -> {whole}")
+        if result != y:
+            count = tiles.size_rows or tiles.rows
+            lines.append(
+                f"{y} = tensor.extract_slice {result}[0, 0] [{count}, {n}] [1, 1] : {whole} to "
+                f"tensor<{tiles.rows}x{n}xf32>"
+            )
+        return lines
 
     def _unpack(self, m: int | None, n: int, packed: str, scale: str, y: str) -> list[str]:
         """Unpacked first, then scaled: the compiler makes one pass of that, and of one row none but

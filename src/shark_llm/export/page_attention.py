@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shark_llm.export.kernel import Operand, kernel
 from shark_llm.export.tiling import largest_divisor
 from shark_llm.export.vector_writer import (
     LANES,
@@ -152,24 +153,14 @@ class _Kernel:
             f"{c} = arith.constant {i} : index" for i, c in self.writer.constants.items()
         )
         lines = "\n".join(self.writer.lines)
-        return f"""
-func.func private @{name}(%queries: {q}, %read_pages: {table}, %visible: {visible},
-    %k_cache: {cache}, %v_cache: {cache}) -> {flat} {{
-  %axis0 = arith.constant 0 : index
-  %axis1 = arith.constant 1 : index
-  %n = arith.constant {n} : index
-  %blocks = arith.constant {blocks} : index
-  %p = tensor.dim %k_cache, %axis0 : {cache}
-  %t = tensor.dim %read_pages, %axis1 : {table}
-  %flat = tensor.collapse_shape %queries [[0, 1], [2, 3]] : {q} into {flat}
-  %split = tensor.expand_shape %flat [[0], [1, 2]] output_shape [{n}, {blocks}, {width}]
-      : {flat} into {split}
-  %mixed = flow.dispatch.workgroups[%blocks, %n](
-      %split, %read_pages, %visible, %k_cache, %v_cache, %p, %t)
-      : ({split}, {table}{{%t}}, {visible}, {cache}{{%p}}, {cache}{{%p}}, index, index) -> {split} =
-      (%all_q: {READ}{split}>, %all_pages: {READ}{table}>, %all_visible: {READ}{visible}>,
-       %all_k: {READ}{cache}>, %all_v: {READ}{cache}>, %pool: index, %table_pages: index,
-       %all_mixed: {WRITE}{split}>) {{
+        inputs = (
+            Operand(name="%all_q", tensor=split),
+            Operand(name="%all_pages", tensor=table, dims=("%table_pages",)),
+            Operand(name="%all_visible", tensor=visible),
+            Operand(name="%all_k", tensor=cache, dims=("%pool",)),
+            Operand(name="%all_v", tensor=cache, dims=("%pool",)),
+        )
+        work = f"""
 {constants}
     %zero = arith.constant 0.0 : f32
     %narrow_zero = arith.constant 0.0 : {self.dtype}
@@ -203,12 +194,31 @@ func.func private @{name}(%queries: {q}, %read_pages: {table}, %visible: {visibl
     %always_0 = arith.shrui %length_i64, %far : i64
     %never = arith.trunci %always_0 : i64 to {self.bits}
 {lines}
-    {STORE} {result}, %all_mixed, {own} : {self.queries} -> {WRITE}{split}>
-    flow.return
-  }} count(%x: index, %y: index) -> (index, index, index) {{
-    %z = arith.constant 1 : index
-    flow.return %x, %y, %z : index, index, index
-  }}
+    {STORE} {result}, %all_mixed, {own} : {self.queries} -> {WRITE}{split}>"""
+        executable = kernel(
+            f"{name}.kernel",
+            inputs=inputs,
+            sizes=("%pool", "%table_pages"),
+            output=Operand(name="%all_mixed", tensor=split),
+            grid=2,
+            lines=work,
+        )
+        return f"""
+{executable}
+func.func private @{name}(%queries: {q}, %read_pages: {table}, %visible: {visible},
+    %k_cache: {cache}, %v_cache: {cache}) -> {flat} {{
+  %axis0 = arith.constant 0 : index
+  %axis1 = arith.constant 1 : index
+  %n = arith.constant {n} : index
+  %blocks = arith.constant {blocks} : index
+  %p = tensor.dim %k_cache, %axis0 : {cache}
+  %t = tensor.dim %read_pages, %axis1 : {table}
+  %flat = tensor.collapse_shape %queries [[0, 1], [2, 3]] : {q} into {flat}
+  %split = tensor.expand_shape %flat [[0], [1, 2]] output_shape [{n}, {blocks}, {width}]
+      : {flat} into {split}
+  %mixed = flow.dispatch @{name}.kernel::@{name}.kernel[%blocks, %n](
+      %split, %read_pages, %visible, %k_cache, %v_cache, %p, %t)
+      : ({split}, {table}{{%t}}, {visible}, {cache}{{%p}}, {cache}{{%p}}, index, index) -> {split}
   %joined = tensor.collapse_shape %mixed [[0], [1, 2]] : {split} into {flat}
   return %joined : {flat}
 }}"""

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shark_llm.export.kernel import Operand, kernel
 from shark_llm.export.prefill_walk import MAX_ELEMENTS, MAX_QUERIES, PrefillWalk
 from shark_llm.export.tiling import largest_divisor
 from shark_llm.export.vector_writer import LOAD, READ, STORE, VECTOR, WRITE
@@ -84,28 +85,14 @@ def _function(name: str, n: int, heads: int, walk: PrefillWalk) -> str:
         f"{c} = arith.constant {i} : index" for i, c in walk.writer.constants.items()
     )
     lines = "\n".join(walk.writer.lines)
-    return f"""
-func.func private @{name}(%queries: {q}, %read_pages: {ints}, %visible: {ints},
-    %k_cache: {cache}, %v_cache: {cache}) -> {result} {{
-  %axis0 = arith.constant 0 : index
-  %axis1 = arith.constant 1 : index
-  %n = arith.constant {n} : index
-  %blocks = arith.constant {blocks} : index
-  %tokens = arith.constant {walk.tokens} : index
-  %s = tensor.dim %queries, %axis1 : {q}
-  %p = tensor.dim %k_cache, %axis0 : {cache}
-  %t = tensor.dim %read_pages, %axis1 : {ints}
-  %tiles = arith.divui %s, %tokens : index
-  %joined = tensor.collapse_shape %queries [[0], [1], [2, 3]] : {q} into {joined}
-  %split = tensor.expand_shape %joined [[0], [1], [2, 3]]
-      output_shape [{n}, %s, {blocks}, {width}] : {joined} into {split}
-  %mixed = flow.dispatch.workgroups[%tiles, %blocks, %n](
-      %split, %read_pages, %visible, %k_cache, %v_cache, %s, %p, %t)
-      : ({split}{{%s}}, {ints}{{%t}}, {ints}{{%s}}, {cache}{{%p}}, {cache}{{%p}},
-         index, index, index) -> {split}{{%s}} =
-      (%all_q: {READ}{split}>, %all_pages: {READ}{ints}>, %all_visible: {READ}{ints}>,
-       %all_k: {READ}{cache}>, %all_v: {READ}{cache}>,
-       %seq: index, %pool: index, %table_pages: index, %all_mixed: {WRITE}{split}>) {{
+    inputs = (
+        Operand(name="%all_q", tensor=split, dims=("%seq",)),
+        Operand(name="%all_pages", tensor=ints, dims=("%table_pages",)),
+        Operand(name="%all_visible", tensor=ints, dims=("%seq",)),
+        Operand(name="%all_k", tensor=cache, dims=("%pool",)),
+        Operand(name="%all_v", tensor=cache, dims=("%pool",)),
+    )
+    work = f"""
 {constants}
     %zero = arith.constant 0.0 : f32
     %narrow_zero = arith.constant 0.0 : {walk.dtype}
@@ -153,11 +140,35 @@ func.func private @{name}(%queries: {q}, %read_pages: {ints}, %visible: {ints},
     %last_page = arith.subi %table_pages, %one : index
     %no_token = arith.constant 0 : i64
 {lines}
-    {STORE} {result_tile}, %all_mixed, {own} : {walk.tile} -> {WRITE}{split}>{{%seq}}
-    flow.return
-  }} count(%x: index, %y: index, %z: index) -> (index, index, index) {{
-    flow.return %x, %y, %z : index, index, index
-  }}
+    {STORE} {result_tile}, %all_mixed, {own} : {walk.tile} -> {WRITE}{split}>{{%seq}}"""
+    executable = kernel(
+        f"{name}.kernel",
+        inputs=inputs,
+        sizes=("%seq", "%pool", "%table_pages"),
+        output=Operand(name="%all_mixed", tensor=split, dims=("%seq",)),
+        grid=3,
+        lines=work,
+    )
+    return f"""
+{executable}
+func.func private @{name}(%queries: {q}, %read_pages: {ints}, %visible: {ints},
+    %k_cache: {cache}, %v_cache: {cache}) -> {result} {{
+  %axis0 = arith.constant 0 : index
+  %axis1 = arith.constant 1 : index
+  %n = arith.constant {n} : index
+  %blocks = arith.constant {blocks} : index
+  %tokens = arith.constant {walk.tokens} : index
+  %s = tensor.dim %queries, %axis1 : {q}
+  %p = tensor.dim %k_cache, %axis0 : {cache}
+  %t = tensor.dim %read_pages, %axis1 : {ints}
+  %tiles = arith.divui %s, %tokens : index
+  %joined = tensor.collapse_shape %queries [[0], [1], [2, 3]] : {q} into {joined}
+  %split = tensor.expand_shape %joined [[0], [1], [2, 3]]
+      output_shape [{n}, %s, {blocks}, {width}] : {joined} into {split}
+  %mixed = flow.dispatch @{name}.kernel::@{name}.kernel[%tiles, %blocks, %n](
+      %split, %read_pages, %visible, %k_cache, %v_cache, %s, %p, %t)
+      : ({split}{{%s}}, {ints}{{%t}}, {ints}{{%s}}, {cache}{{%p}}, {cache}{{%p}},
+         index, index, index) -> {split}{{%s}}
   %all = tensor.collapse_shape %mixed [[0, 1], [2, 3]] : {split} into {result}
   return %all : {result}
 }}"""

@@ -24,7 +24,7 @@ class ExportSettings:
 
     page_size: int = 16
     batch_sizes_prefill: tuple[int, ...] = (1, 4)
-    batch_sizes_decode: tuple[int, ...] = (1, 4, 8, 16)
+    batch_sizes_decode: tuple[int, ...] = (1, 4, 8)
     dtype: str = "bf16"
     """Of weights and matrix operands: bf16, f16 or f32."""
 

@@ -139,7 +139,10 @@ class VectorWriter:
         read = self.let(
             f"vector.transfer_read {buffer}[{at}], {zero} {{in_bounds = [true]}} : {of}, {narrow}"
         )
-        return read if dtype == "f32" else self.let(f"arith.extf {read} : {narrow} to {VECTOR}")
+        if dtype == "f32":
+            return read
+        widen = "sitofp" if dtype == "i8" else "extf"
+        return self.let(f"arith.{widen} {read} : {narrow} to {VECTOR}")
 
     def load_splat(self, buffer: str, of: str, at: str) -> str:
         """One f32 element of a flat tensor in all lanes."""

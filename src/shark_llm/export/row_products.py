@@ -1,0 +1,225 @@
+"""Products of several rows with packed weights as vector code, for CPUs with AVX2.
+
+The compiler's product of packed operands wants the rows in tiles too, and gives its result in
+tiles: both are passes of their own, every tile has as many rows, whether there are or not, and what
+follows has to take tiles apart. Here rows are read and written where they lie. A workgroup walks
+its panels of the weight, and for each takes the rows in tiles of up to 6:
+
+    y[rows, panel] = sum over k of x[rows, k] * w[panel, k, :]
+
+6 x 16 sums fill 12 of the 16 registers of AVX2. Of a fixed number of rows, tiles differ by one row
+at most; of an unknown number the last tile begins early enough to be full, and computes some rows
+again.
+
+Legend: M rows, K columns, N rows of the weight, P panels of `PANEL` of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, field
+
+from shark_llm.artifacts.irpa import DTYPE_BYTES
+from shark_llm.export.kernel import Operand, kernel
+from shark_llm.export.vector_writer import LANES, LOAD, READ, STORE, VECTOR, WRITE, VectorWriter
+
+PANEL = 16
+VECTORS = PANEL // LANES
+MAX_ROWS = 6
+MAX_WORKGROUPS = 64
+"""Into about how many parts a product of few rows is cut at most."""
+MIN_WORKGROUPS = 8
+"""Into how many parts a product of any number of rows is cut at least, if it has so many panels."""
+CACHED_BYTES = 1 << 18
+"""Of the weight, that stay in a core's cache while all rows pass."""
+STEP = 2
+"""Columns of a turn of the inner loop, if K is a multiple."""
+
+
+def product_function(name: str, m: int | None, k: int, n: int, dtype: str, *, scaled: bool) -> str:
+    """A private function (x (M, K) f32, w (P, K*16), scales (P*16) f32) -> (M, P*16) f32.
+
+    `m` rows, or any number of at least 6 (None). `dtype` is that of w. Scales: only if `scaled`.
+    """
+    return _Product(m=m, k=k, panels=-(-n // PANEL), dtype=dtype, scaled=scaled).text(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Product:
+    m: int | None
+    k: int
+    panels: int
+    dtype: str
+    scaled: bool
+    writer: VectorWriter = field(default_factory=VectorWriter)
+
+    @property
+    def grain(self) -> int:
+        """Panels of a workgroup."""
+        divisors = [g for g in range(1, self.panels + 1) if self.panels % g == 0]
+        if self.m is not None:
+            return next(g for g in divisors if self.panels // g <= MAX_WORKGROUPS)
+        panel_bytes = self.k * PANEL * DTYPE_BYTES[self.dtype]
+        fit = [g for g in divisors if g * panel_bytes <= CACHED_BYTES]
+        return max((g for g in fit if self.panels // g >= MIN_WORKGROUPS), default=1)
+
+    @property
+    def rows(self) -> str:
+        return "?" if self.m is None else str(self.m)
+
+    @property
+    def x(self) -> str:
+        return f"tensor<{self.rows}x{self.k}xf32>"
+
+    @property
+    def weight(self) -> str:
+        return f"tensor<{self.panels * self.k * PANEL}x{self.dtype}>"
+
+    @property
+    def scales(self) -> str:
+        return f"tensor<{self.panels * PANEL}xf32>"
+
+    @property
+    def block(self) -> str:
+        """The type of a workgroup's result."""
+        return f"tensor<{self.rows}x{self.grain * PANEL}xf32>"
+
+    def text(self, name: str) -> str:
+        """The whole function."""
+        x, w, y = self.x, self.weight, f"tensor<{self.rows}x{self.panels * PANEL}xf32>"
+        packed = f"tensor<{self.panels}x{self.k * PANEL}x{self.dtype}>"
+        m = "%m" if self.m is None else str(self.m)
+        dims = "{%m}" if self.m is None else ""
+        result = self._walk()
+        constants = "\n".join(
+            f"{c} = arith.constant {i} : index" for i, c in self.writer.constants.items()
+        )
+        lines = "\n".join(self.writer.lines)
+        here = ("%m_here",) if self.m is None else ()
+        inputs = [Operand(name="%all_x", tensor=x, dims=here), Operand(name="%all_w", tensor=w)]
+        passed, types = "%x, %flat", f"{x}{dims}, {w}"
+        scales, load_scales = "", ""
+        if self.scaled:
+            scales = f", %scales: {self.scales}"
+            inputs.append(Operand(name="%all_scales", tensor=self.scales))
+            passed, types = f"{passed}, %scales", f"{types}, {self.scales}"
+            load_scales = (
+                f"    %scales_here = {LOAD} %all_scales, offsets = [0], "
+                f"sizes = [{self.panels * PANEL}], strides = [1] : "
+                f"{READ}{self.scales}> -> {self.scales}"
+            )
+        zero = "0 : i8" if self.dtype == "i8" else f"0.0 : {self.dtype}"
+        work = f"""
+{constants}
+    %zero = arith.constant 0.0 : f32
+    %narrow_zero = arith.constant {zero}
+    %zeros = arith.constant dense<0.0> : {VECTOR}
+    %group = flow.dispatch.workgroup.id[0] : index
+    %grain = arith.constant {self.grain} : index
+    %first_panel = arith.muli %group, %grain : index
+    %panel_size = arith.constant {PANEL} : index
+    %first_column = arith.muli %first_panel, %panel_size : index
+    %max_rows = arith.constant {MAX_ROWS} : index
+    %tiles = arith.ceildivui %m_here, %max_rows : index
+    %last_start = arith.subi %m_here, %max_rows : index
+    %rows = {LOAD} %all_x, offsets = [0, 0], sizes = [{m.replace("%m", "%m_here")}, {self.k}],
+        strides = [1, 1] : {READ}{x}>{dims.replace("%m", "%m_here")} -> {x}
+    %weight = {LOAD} %all_w, offsets = [0], sizes = [{self.panels * self.k * PANEL}], strides = [1]
+        : {READ}{w}> -> {w}
+{load_scales}
+{lines}
+    {STORE} {result}, %all_y, offsets = [0, %first_column],
+        sizes = [{m.replace("%m", "%m_here")}, {self.grain * PANEL}], strides = [1, 1]
+        : {self.block} -> {WRITE}{y}>{dims.replace("%m", "%m_here")}"""
+        executable = kernel(
+            f"{name}.kernel",
+            inputs=inputs,
+            sizes=("%m_here",),
+            output=Operand(name="%all_y", tensor=y, dims=here),
+            grid=1,
+            lines=work,
+        )
+        return f"""
+{executable}
+func.func private @{name}(%x: {x}, %packed: {packed}{scales}) -> {y} {{
+  %axis0 = arith.constant 0 : index
+  %flat = tensor.collapse_shape %packed [[0, 1]] : {packed} into {w}
+  %m = tensor.dim %x, %axis0 : {x}
+  %groups = arith.constant {self.panels // self.grain} : index
+  %y = flow.dispatch @{name}.kernel::@{name}.kernel[%groups]({passed}, %m)
+      : ({types}, index) -> {y}{dims}
+  return %y : {y}
+}}"""
+
+    def _walk(self) -> str:
+        """All tiles of a workgroup in turn; returns its block of the result.
+
+        Few rows pass each panel, which is then read from memory once; of many rows, each tile
+        passes all panels.
+        """
+        w = self.writer
+        empty = w.let(f"tensor.empty({'' if self.m else '%m_here'}) : {self.block}")
+        panels = (w.index(0), w.index(self.grain), w.index(1))
+
+        def panel(number: str, state: list[str], parts: list[list[str]]) -> list[str]:
+            at = w.let(f"arith.addi %first_panel, {number} : index")
+            column = w.times(number, PANEL)
+            (block,) = state
+            for rows in parts:
+                block = self._tile(at, column, rows, block)
+            return [block]
+
+        if self.m is not None:
+            starts = itertools.accumulate(_even_parts(self.m, MAX_ROWS), initial=0)
+            parts = [[w.index(row) for row in range(*ends)] for ends in itertools.pairwise(starts)]
+            few = functools.partial(panel, parts=parts)
+            return w.loop(panels, [empty], [self.block], few)[0]
+
+        def tile(number: str, state: list[str]) -> list[str]:
+            start = w.let(f"arith.minui {w.times(number, MAX_ROWS)}, %last_start : index")
+            rows = [w.plus(start, i) for i in range(MAX_ROWS)]
+            many = functools.partial(panel, parts=[rows])
+            return w.loop(panels, state, [self.block], many)
+
+        return w.loop((w.index(0), "%tiles", w.index(1)), [empty], [self.block], tile)[0]
+
+    def _tile(self, panel: str, column: str, rows: list[str], block: str) -> str:
+        """The block with the rows' results of one panel, which begin at `column`."""
+        w = self.writer
+        base = w.times(panel, self.k * PANEL)
+        step = STEP if self.k % STEP == 0 else 1
+
+        def columns(first: str, sums: list[str]) -> list[str]:
+            start = w.let(f"arith.addi {base}, {w.times(first, PANEL)} : index")
+            for i in range(step):
+                k = w.plus(first, i)
+                at = [w.plus(start, i * PANEL + j * LANES) for j in range(VECTORS)]
+                weights = [w.load("%weight", self.weight, place) for place in at]
+                for r, row in enumerate(rows):
+                    x = w.load_splat("%rows", self.x, f"{row}, {k}")
+                    for j, weight in enumerate(weights):
+                        sum_ = r * VECTORS + j
+                        sums[sum_] = w.fma(x, weight, sums[sum_])
+            return sums
+
+        count = len(rows) * VECTORS
+        bounds = (w.index(0), w.index(self.k), w.index(step))
+        sums = w.loop(bounds, ["%zeros"] * count, [VECTOR] * count, columns)
+        if self.scaled:
+            start = w.times(panel, PANEL)
+            scales = [
+                w.load("%scales_here", self.scales, w.plus(start, j * LANES))
+                for j in range(VECTORS)
+            ]
+            sums = [w.binary("mulf", s, scales[i % VECTORS]) for i, s in enumerate(sums)]
+        for i, sum_ in enumerate(sums):
+            r, j = divmod(i, VECTORS)
+            block = w.store(sum_, block, self.block, f"{rows[r]}, {w.plus(column, j * LANES)}")
+        return block
+
+
+def _even_parts(number: int, most: int) -> list[int]:
+    """`number` in as few parts of at most `most` as there can be, which differ by one at most."""
+    count = -(-number // most)
+    return [number // count + (i < number % count) for i in range(count)]
