@@ -8,6 +8,7 @@ from shark_llm.artifacts.cpu import host_cpu_features, missing_cpu_features
 from shark_llm.compile import targets
 from shark_llm.compile.targets import TARGETS, get_target, host_target, target_names
 from shark_llm.errors import UnsupportedTargetError
+from shark_llm.export.prefill_walk import STACK_BYTES
 
 WANTED = (
     "host", "x86-64-v3", "x86-64-v4", "gfx942", "gfx950", "gfx90a", "gfx1100", "sm_80", "sm_89",
@@ -84,6 +85,16 @@ def test_host_with_bf16_instructions_uses_the_compilers_tiling(
     row = host_target()
     assert row.linear_form.form == "packed"
     assert "--iree-global-opt-data-tiling" not in row.flags
+
+
+@pytest.mark.parametrize("features", [{"avx2"}, {"avx512f"}, {"avx512f", "avx512_bf16"}])
+def test_every_cpu_lets_attention_have_its_buffer(
+    features: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler's own limit is a half of it: it would refuse the module."""
+    monkeypatch.setattr(targets, "host_cpu_features", lambda: frozenset(features))
+    for row in (host_target(), host_target(quantized=True), TARGETS["x86-64-v4"]):
+        assert f"--iree-llvmcpu-stack-allocation-limit={STACK_BYTES}" in row.flags
 
 
 def test_newer_cpu_row_includes_the_older_ones_instructions() -> None:

@@ -62,11 +62,9 @@ PACKED_512 = LinearForm(form="packed", tile_n=32, max_tile_m=8, prefill_tile_m=8
 PLAIN = LinearForm(form="plain")
 PLAIN_SHARED = LinearForm(form="plain", shares_layers=True)
 
+_STACK = f"--iree-llvmcpu-stack-allocation-limit={STACK_BYTES}"
 # The generic micro-kernel for mixed operands is scalar code; generated code is vectorized.
-_CPU = (
-    "--iree-llvmcpu-enable-ukernels=none",
-    f"--iree-llvmcpu-stack-allocation-limit={STACK_BYTES}",
-)
+_CPU = ("--iree-llvmcpu-enable-ukernels=none", _STACK)
 # Where it would load the operands of small products directly into shared memory, the compiler
 # divides by zero (SIGFPE in getXorShuffleParamsForTunedChipset): 1 row of 64 columns, 8 of 144.
 _INDIRECT = ("--iree-llvmgpu-use-direct-load=false",)
@@ -161,7 +159,7 @@ def host_target(*, quantized: bool = False) -> CompileTarget:
     if compiler_tiles(features, quantized=quantized):
         return replace(
             base,
-            flags=("--iree-llvmcpu-target-cpu=host", "--iree-global-opt-data-tiling"),
+            flags=("--iree-llvmcpu-target-cpu=host", "--iree-global-opt-data-tiling", _STACK),
             linear_form=PLAIN,
         )
     return base
