@@ -27,10 +27,9 @@ from shark_llm.export.vector_writer import LANES, LOAD, READ, STORE, VECTOR, WRI
 PANEL = 16
 VECTORS = PANEL // LANES
 MAX_ROWS = 6
-MAX_WORKGROUPS = 64
-"""Into about how many parts a product of few rows is cut at most."""
-MIN_WORKGROUPS = 8
-"""Into how many parts a product of any number of rows is cut at least, if it has so many panels."""
+MIN_WORKGROUPS, MAX_WORKGROUPS = 8, 64
+"""Into how many parts a product is cut at least, if it has so many panels, and one of few rows at
+most, if its panels can be dealt out so."""
 CACHED_BYTES = 1 << 18
 """Of the weight, that stay in a core's cache while all rows pass."""
 STEP = 2
@@ -57,12 +56,13 @@ class _Product:
     @property
     def grain(self) -> int:
         """Panels of a workgroup."""
-        divisors = [g for g in range(1, self.panels + 1) if self.panels % g == 0]
+        most = max(1, self.panels // MIN_WORKGROUPS)
+        divisors = [g for g in range(1, most + 1) if self.panels % g == 0]
         if self.m is not None:
-            return next(g for g in divisors if self.panels // g <= MAX_WORKGROUPS)
+            few = (g for g in divisors if self.panels // g <= MAX_WORKGROUPS)
+            return next(few, divisors[-1])
         panel_bytes = self.k * PANEL * DTYPE_BYTES[self.dtype]
-        fit = [g for g in divisors if g * panel_bytes <= CACHED_BYTES]
-        return max((g for g in fit if self.panels // g >= MIN_WORKGROUPS), default=1)
+        return max((g for g in divisors if g * panel_bytes <= CACHED_BYTES), default=1)
 
     @property
     def rows(self) -> str:
