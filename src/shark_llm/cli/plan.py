@@ -126,7 +126,9 @@ def plan(
             max_model_len=length,
             max_num_seqs=max_num_seqs,
             module=ModuleShape(
-                attention_form=target.attention_form, prefill_tokens=max_num_batched_tokens
+                attention_form=target.attention_form,
+                prefill_tokens=max_num_batched_tokens,
+                batch_sizes_decode=target.batch_sizes_decode,
             ),
             workspace=workspace,
         ),
