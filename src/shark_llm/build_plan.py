@@ -300,12 +300,17 @@ def _source_digest(*folders: str) -> str:
     return digest.hexdigest()[:16]
 
 
+def _decode_sizes(settings: BuildSettings, target: CompileTarget) -> tuple[int, ...]:
+    sizes = settings.batch_sizes_decode
+    return target.batch_sizes_decode if sizes is None else sizes
+
+
 def _export_settings(settings: BuildSettings, target: CompileTarget, dtype: str) -> ExportSettings:
     return replace(
         ExportSettings(),
         page_size=settings.page_size,
         batch_sizes_prefill=settings.batch_sizes_prefill,
-        batch_sizes_decode=settings.batch_sizes_decode or target.batch_sizes_decode,
+        batch_sizes_decode=_decode_sizes(settings, target),
         dtype=dtype,
     )
 
@@ -366,7 +371,7 @@ def _check_memory(
         attention_form=target.attention_form,
         page_size=settings.page_size,
         batch_sizes_prefill=settings.batch_sizes_prefill,
-        batch_sizes_decode=settings.batch_sizes_decode or target.batch_sizes_decode,
+        batch_sizes_decode=_decode_sizes(settings, target),
     )
     try:
         check_capacity(

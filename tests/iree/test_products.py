@@ -24,7 +24,7 @@ K = 24
 CASES = [(1, n, False) for n in (96, 80, 64, 32, 112, 16, 40, 7)]
 CASES += [(m, n, False) for m in (2, 3, 4, 8, 9, None) for n in (32, 40)]
 CASES += [(m, 80, True) for m in (1, 8, None)]
-CASES += [(m, 40, False) for m in (6, 7, 17)]  # one tile, two, and three that are not filled
+CASES += [(m, 40, False) for m in (6, 7, 17, 39)]  # one tile, two, three, and a loop of seven
 
 
 def wrapper(i: int, symbol: str, rows: int, n: int, held: str, given: list[tuple[str, str]]) -> str:
@@ -75,7 +75,10 @@ def test_products_equal_numpy(
     """C01, C05: every number of rows and of tiles, filled or not, with a bias and without; weights
     of the dtype, or i8 with a scale for each row."""
     library = LinearLibrary(
-        form=LinearForm(form=form), dtype=dtype, quantized=quantized, min_rows=min_rows
+        form=LinearForm(form=form, by_rows=min_rows > 1),
+        dtype=dtype,
+        quantized=quantized,
+        min_rows=min_rows,
     )
     wrappers = []
     for i, (m, n, bias) in enumerate(CASES):

@@ -91,7 +91,7 @@ def test_host_with_bf16_instructions_uses_the_compilers_tiling(
 def test_every_cpu_lets_attention_have_its_buffer(
     features: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler's own limit is a half of it: it would refuse the module."""
+    """The compiler's own limit is less: it would refuse the module."""
     monkeypatch.setattr(targets, "host_cpu_features", lambda: frozenset(features))
     for row in (host_target(), host_target(quantized=True), TARGETS["x86-64-v4"]):
         assert f"--iree-llvmcpu-stack-allocation-limit={STACK_BYTES}" in row.flags

@@ -72,6 +72,12 @@ _V3 = ("avx2", "fma", "f16c", "bmi2")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 
+def _packed(features: tuple[str, ...]) -> LinearForm:
+    if "avx512f" in features:
+        return PACKED_512
+    return replace(PACKED, by_rows={"avx2", "fma"} <= set(features))
+
+
 def _cpu(name: str, description: str, cpu: str, features: tuple[str, ...]) -> CompileTarget:
     return CompileTarget(
         name=name,
@@ -81,7 +87,7 @@ def _cpu(name: str, description: str, cpu: str, features: tuple[str, ...]) -> Co
         flags=(f"--iree-llvmcpu-target-cpu={cpu}", *_CPU),
         attention_form="matmul",
         batch_sizes_decode=(*ExportSettings.batch_sizes_decode, 16),
-        linear_form=PACKED_512 if "avx512f" in features else PACKED,
+        linear_form=_packed(features),
         cpu=cpu,
         cpu_features=features,
     )

@@ -16,8 +16,8 @@ on CPUs both read pages of whole vectors where they lie, and hold states alone. 
 from the shapes in `model/llama.py`; how often each is held was read off modules.
 
 How near it is: beside modules of Llama 3.1 8B for gfx942 (tp 1, 2, 8) and of 8B and SmolLM2 135M
-for CPUs (tp 1; tp 1, 2, 3), of 1 to 4 layers, in steps of 128, 512 and 2048 tokens at contexts of
-2048, 8192 and 131072, the estimate of a rank was 2 % too low to 30 % too high.
+for CPUs (tp 1, 2; tp 1, 2, 3), of 1 to 4 layers, in steps of 128 to 2048 tokens at contexts of 2048
+to 131072, the estimate of a rank was 2 % too low to 30 % too high.
 
 Legend: H hidden size, A query heads, K kv heads, D head_dim, I MLP columns, V vocabulary rows: each
 what the rank holds.

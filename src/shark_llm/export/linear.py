@@ -8,9 +8,9 @@ Two forms, chosen per target:
              registers. For CPUs without bf16 arithmetic: the generic product of two bf16 operands
              is scalar code there, and the compiler's own tiling swaps operands when M is dynamic,
              so that the narrow weight is widened once for every row instead of once for all.
-             With AVX2, products of more than `max_tile_m` rows are kernels of `row_products.py`.
-             Others take tiles of activations, in which the MLP stays from its first product to its
-             last.
+             With AVX2, products of more than `max_tile_m` rows are kernels of `row_products.py`;
+             those of a dynamic number only if it is at least a kernel's tile. Others take tiles of
+             activations, in which the MLP stays from its first product to its last.
     plain    A matmul of two operands of the weight's dtype with f32 accumulation: what GPUs have
              instructions for, and what the compiler's data tiling packs itself on CPUs with bf16
              arithmetic.
@@ -159,7 +159,7 @@ class LinearLibrary:
     def _by_rows(self, m: int | None) -> bool:
         """Whether products of `m` rows are vector code of `row_products`."""
         form = self.form
-        if form.form != "packed" or form.tile_n != PANEL:
+        if not form.by_rows:
             return False
         return self.min_rows >= MAX_ROWS if m is None else m > form.max_tile_m
 

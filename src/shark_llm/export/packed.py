@@ -1,4 +1,5 @@
-"""Products with weights in tiles, as lines of MLIR: what CPUs without bf16 arithmetic run.
+"""Products with weights in tiles, as lines of MLIR, for CPUs without bf16 arithmetic: of few rows,
+and of more where `row_products.py` is not for them.
 
 The operands are packed so that a tile of results stays in registers over the whole of K:
 
@@ -26,6 +27,8 @@ class LinearForm:
     max_tile_m: int = 4
     """Up to so many rows fill one tile, and up to twice as many two, where these hold fewer rows
     that are none than tiles of `prefill_tile_m`, into which more rows are cut."""
+    by_rows: bool = False
+    """More rows than `max_tile_m` are taken where they lie: `row_products.py`, written for AVX2."""
     prefill_tile_m: int = 6
     """6 x 16 f32 sums fill 12 of the 16 registers of AVX2; the rest hold operands."""
     max_tiles_one_row: int = 6

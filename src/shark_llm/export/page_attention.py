@@ -32,6 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shark_llm.export.kernel import Operand, kernel
+from shark_llm.export.prefill_walk import MAX_HEAD_DIM
 from shark_llm.export.tiling import largest_divisor
 from shark_llm.export.vector_writer import (
     LANES,
@@ -47,7 +48,6 @@ from shark_llm.export.vector_writer import (
 MAX_SUMS = 12
 """Sums that an inner loop keeps in registers; the others hold operands."""
 MAX_CHUNK = 32
-MAX_HEAD_DIM = 512
 CACHE_LINE = 64
 """Bytes."""
 MAX_HEADS = 8
@@ -55,8 +55,8 @@ MAX_HEADS = 8
 
 
 def walks_pages(page_size: int, head_dim: int) -> bool:
-    """Whether tokens of a page and columns of a head fill vectors, and a workgroup's buffers its
-    stack at most: what this form needs, and that of prefill."""
+    """Whether tokens of a page and columns of a head fill vectors, and the buffer of prefill fits a
+    thread's stack: what both forms need."""
     return page_size % LANES == 0 and head_dim % LANES == 0 and head_dim <= MAX_HEAD_DIM
 
 
@@ -78,7 +78,7 @@ class PageAttention:
         name = f"attend_pages.{batch_size}x{num_heads}x{num_kv_heads}"
         if name not in self.functions:
             group = num_heads // num_kv_heads
-            kernel = _Kernel(
+            walk = _Kernel(
                 dtype=self.dtype,
                 page_size=self.page_size,
                 head_dim=self.head_dim,
@@ -87,7 +87,7 @@ class PageAttention:
                 group=group,
                 heads=largest_divisor(group, MAX_HEADS),
             )
-            self.functions[name] = kernel.text(name)
+            self.functions[name] = walk.text(name)
         return name
 
 

@@ -15,7 +15,8 @@ walks the pages that its last token may see, as in Dao et al., "FlashAttention" 
 
 That is written in `prefill_walk.py`; here stands what surrounds it.
 
-What a page holds beyond the last token that a query sees is never used, whatever it is.
+What a page holds beyond the last token of a workgroup is never used, whatever it is. Values of that
+token and those before it have to be finite: queries that do not see them multiply them by 0.
 
 Legend: P pages of the pool, N batch rows, S tokens of a row in this step, T pages of a row's table,
 K local kv heads, A local query heads, L page size, D head_dim, R queries of a workgroup: Q tokens
@@ -125,6 +126,8 @@ def _function(name: str, n: int, heads: int, walk: PrefillWalk) -> str:
     %most_i64 = tensor.extract %seen[%last_token] : tensor<{walk.tokens}xi64>
     %least_i64 = tensor.extract %seen[%none] : tensor<{walk.tokens}xi64>
     %before_i64 = tensor.extract %seen_before[%none] : tensor<1xi64>
+    // A tile whose first token sees no more than the one before it is padding alone: it walks one
+    // chunk, for numbers that are finite.
     %most = arith.index_cast %most_i64 : i64 to index
     %page_size = arith.constant {walk.page_size} : index
     %held = arith.muli %table_pages, %page_size : index
@@ -137,7 +140,6 @@ def _function(name: str, n: int, heads: int, walk: PrefillWalk) -> str:
     %is_padding = arith.andi %same, %tile_before : i1
     %length = arith.select %is_padding, %short, %reach : index
     %chunks = arith.ceildivui %length, %chunk : index
-    %last_page = arith.subi %table_pages, %one : index
     %no_token = arith.constant 0 : i64
 {lines}
     {STORE} {result_tile}, %all_mixed, {own} : {walk.tile} -> {WRITE}{split}>{{%seq}}"""

@@ -29,10 +29,12 @@ COLUMNS = 4
 MAX_CHUNK = 64
 MAX_QUERIES = 64
 MAX_ELEMENTS = 4096
-"""Of the queries, or of a chunk's keys, that the buffer holds, if heads are not wider than 256."""
+"""At most of D * R and of C * D, for heads of up to 256 columns; wider ones exceed the first."""
+MAX_HEAD_DIM = 512
 STACK_BYTES = 1 << 17
-"""What the compiler must allow a workgroup for its buffer, and what the threads of the runtime have
-(its `task_worker_stack_size`). The buffer takes up to 81 KiB, with heads of 512 columns 97."""
+"""What the compiler must allow a workgroup for its buffer: it takes up to 97 KiB at `MAX_HEAD_DIM`,
+and the compiler knows powers of two alone. It is also what the threads of the runtime have
+(`task_worker_stack_size`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,6 @@ class PrefillWalk:
         def piece(number: str, state: list[str]) -> list[str]:
             token = w.let(f"arith.addi {first}, {w.times(number, self.piece)} : index")
             at = w.let(f"arith.divui {token}, %page_size : index")
-            at = w.let(f"arith.minui {at}, %last_page : index")
             page_i64 = w.let(f"tensor.extract %pages[{at}] : tensor<?xi64>")
             page = w.let(f"arith.index_cast {page_i64} : i64 to index")
             inside = w.times(w.let(f"arith.remui {token}, %page_size : index"), self.head_dim)

@@ -1,8 +1,8 @@
 """Products of several rows with packed weights as vector code, for CPUs with AVX2.
 
 The compiler's product of packed operands wants the rows in tiles too, and gives its result in
-tiles: both are passes of their own, every tile has as many rows, whether there are or not, and what
-follows has to take tiles apart. Here rows are read and written where they lie. A workgroup walks
+tiles: both are passes of their own, tiles are padded to full height, and what follows has to take
+them apart. Here rows are read and written where they lie. A workgroup walks
 its panels of the weight, and for each takes the rows in tiles of up to 6:
 
     y[rows, panel] = sum over k of x[rows, k] * w[panel, k, :]
@@ -27,11 +27,17 @@ from shark_llm.export.vector_writer import LANES, LOAD, READ, STORE, VECTOR, WRI
 PANEL = 16
 VECTORS = PANEL // LANES
 MAX_ROWS = 6
-MIN_WORKGROUPS, MAX_WORKGROUPS = 8, 64
-"""Into how many parts a product is cut at least, if it has so many panels, and one of few rows at
-most, if its panels can be dealt out so."""
+MAX_FEW = 32
+"""Up to so many rows are few: each panel is read once and all rows pass it, tile by tile, without a
+loop. Of more rows, or an unknown number, each tile passes a workgroup's panels."""
+ROW_BLOCK = 96
+"""Of many rows, about so many are a workgroup's."""
+MIN_WORKGROUPS = 8
+"""At least so many workgroups for a block of rows, if there are as many panels."""
+MAX_WORKGROUPS = 64
+"""At most so many for few rows, if the number of panels has a divisor that allows it."""
 CACHED_BYTES = 1 << 18
-"""Of the weight, that stay in a core's cache while all rows pass."""
+"""Of weight that a workgroup may hold in its core's cache while many rows pass."""
 STEP = 2
 """Columns of a turn of the inner loop, if K is a multiple."""
 
@@ -54,11 +60,15 @@ class _Product:
     writer: VectorWriter = field(default_factory=VectorWriter)
 
     @property
+    def is_few(self) -> bool:
+        return self.m is not None and self.m <= MAX_FEW
+
+    @property
     def grain(self) -> int:
         """Panels of a workgroup."""
         most = max(1, self.panels // MIN_WORKGROUPS)
         divisors = [g for g in range(1, most + 1) if self.panels % g == 0]
-        if self.m is not None:
+        if self.is_few:
             few = (g for g in divisors if self.panels // g <= MAX_WORKGROUPS)
             return next(few, divisors[-1])
         panel_bytes = self.k * PANEL * DTYPE_BYTES[self.dtype]
@@ -83,7 +93,7 @@ class _Product:
     @property
     def block(self) -> str:
         """The type of a workgroup's result."""
-        return f"tensor<{self.rows}x{self.grain * PANEL}xf32>"
+        return f"tensor<{self.m if self.is_few else '?'}x{self.grain * PANEL}xf32>"
 
     def text(self, name: str) -> str:
         """The whole function."""
@@ -120,24 +130,33 @@ class _Product:
     %first_panel = arith.muli %group, %grain : index
     %panel_size = arith.constant {PANEL} : index
     %first_column = arith.muli %first_panel, %panel_size : index
+    %part = flow.dispatch.workgroup.id[1] : index
+    %part_rows = arith.constant {ROW_BLOCK} : index
+    %first_row = arith.muli %part, %part_rows : index
+    %one = arith.constant 1 : index
+    %last_part = arith.subi %parts, %one : index
+    %is_last = arith.cmpi eq, %part, %last_part : index
+    %next_row = arith.addi %first_row, %part_rows : index
+    %end_row = arith.select %is_last, %m_here, %next_row : index
+    %rows_here = arith.subi %end_row, %first_row : index
     %max_rows = arith.constant {MAX_ROWS} : index
-    %tiles = arith.ceildivui %m_here, %max_rows : index
-    %last_start = arith.subi %m_here, %max_rows : index
+    %tiles = arith.ceildivui %rows_here, %max_rows : index
+    %last_start = arith.subi %rows_here, %max_rows : index
     %rows = {LOAD} %all_x, offsets = [0, 0], sizes = [{m.replace("%m", "%m_here")}, {self.k}],
         strides = [1, 1] : {READ}{x}>{dims.replace("%m", "%m_here")} -> {x}
     %weight = {LOAD} %all_w, offsets = [0], sizes = [{self.panels * self.k * PANEL}], strides = [1]
         : {READ}{w}> -> {w}
 {load_scales}
 {lines}
-    {STORE} {result}, %all_y, offsets = [0, %first_column],
-        sizes = [{m.replace("%m", "%m_here")}, {self.grain * PANEL}], strides = [1, 1]
+    {STORE} {result}, %all_y, offsets = [%first_row, %first_column],
+        sizes = [{self.m if self.is_few else "%rows_here"}, {self.grain * PANEL}], strides = [1, 1]
         : {self.block} -> {WRITE}{y}>{dims.replace("%m", "%m_here")}"""
         executable = kernel(
             f"{name}.kernel",
             inputs=inputs,
-            sizes=("%m_here",),
+            sizes=("%m_here", "%parts"),
             output=Operand(name="%all_y", tensor=y, dims=here),
-            grid=1,
+            grid=2,
             lines=work,
         )
         return f"""
@@ -147,19 +166,19 @@ func.func private @{name}(%x: {x}, %packed: {packed}{scales}) -> {y} {{
   %flat = tensor.collapse_shape %packed [[0, 1]] : {packed} into {w}
   %m = tensor.dim %x, %axis0 : {x}
   %groups = arith.constant {self.panels // self.grain} : index
-  %y = flow.dispatch @{name}.kernel::@{name}.kernel[%groups]({passed}, %m)
-      : ({types}, index) -> {y}{dims}
+  %part_rows = arith.constant {ROW_BLOCK} : index
+  %one = arith.constant 1 : index
+  %whole_parts = arith.divui %m, %part_rows : index
+  %parts = arith.maxui %whole_parts, %one : index
+  %y = flow.dispatch @{name}.kernel::@{name}.kernel[%groups, %parts]({passed}, %m, %parts)
+      : ({types}, index, index) -> {y}{dims}
   return %y : {y}
 }}"""
 
     def _walk(self) -> str:
-        """All tiles of a workgroup in turn; returns its block of the result.
-
-        Few rows pass each panel, which is then read from memory once; of many rows, each tile
-        passes all panels.
-        """
+        """All tiles of a workgroup in turn; returns its block of the result."""
         w = self.writer
-        empty = w.let(f"tensor.empty({'' if self.m else '%m_here'}) : {self.block}")
+        empty = w.let(f"tensor.empty({'' if self.is_few else '%rows_here'}) : {self.block}")
         panels = (w.index(0), w.index(self.grain), w.index(1))
 
         def panel(number: str, state: list[str], parts: list[list[str]]) -> list[str]:
@@ -170,7 +189,7 @@ func.func private @{name}(%x: {x}, %packed: {packed}{scales}) -> {y} {{
                 block = self._tile(at, column, rows, block)
             return [block]
 
-        if self.m is not None:
+        if self.m is not None and self.is_few:
             starts = itertools.accumulate(_even_parts(self.m, MAX_ROWS), initial=0)
             parts = [[w.index(row) for row in range(*ends)] for ends in itertools.pairwise(starts)]
             few = functools.partial(panel, parts=parts)
@@ -185,10 +204,12 @@ func.func private @{name}(%x: {x}, %packed: {packed}{scales}) -> {y} {{
         return w.loop((w.index(0), "%tiles", w.index(1)), [empty], [self.block], tile)[0]
 
     def _tile(self, panel: str, column: str, rows: list[str], block: str) -> str:
-        """The block with the rows' results of one panel, which begin at `column`."""
+        """The block with the results of one panel, which begin at `column`. `rows` are counted
+        from the workgroup's first."""
         w = self.writer
         base = w.times(panel, self.k * PANEL)
         step = STEP if self.k % STEP == 0 else 1
+        read = [w.let(f"arith.addi %first_row, {row} : index") for row in rows]
 
         def columns(first: str, sums: list[str]) -> list[str]:
             start = w.let(f"arith.addi {base}, {w.times(first, PANEL)} : index")
@@ -196,7 +217,7 @@ func.func private @{name}(%x: {x}, %packed: {packed}{scales}) -> {y} {{
                 k = w.plus(first, i)
                 at = [w.plus(start, i * PANEL + j * LANES) for j in range(VECTORS)]
                 weights = [w.load("%weight", self.weight, place) for place in at]
-                for r, row in enumerate(rows):
+                for r, row in enumerate(read):
                     x = w.load_splat("%rows", self.x, f"{row}, {k}")
                     for j, weight in enumerate(weights):
                         sum_ = r * VECTORS + j

@@ -1,7 +1,7 @@
 """Writing vector code as MLIR: SSA names, loops, and operations on vectors of 8 f32 lanes.
 
-For what the compiler would not make of whole-tensor operations. Buffers are flat tensors, which
-become memory of the workgroup.
+For what the compiler would not make of whole-tensor operations. Buffers are tensors, which become
+memory of the workgroup.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class VectorWriter:
         return self.let(f"arith.{widen} {read} : {narrow} to {VECTOR}")
 
     def load_splat(self, buffer: str, of: str, at: str) -> str:
-        """One f32 element of a flat tensor in all lanes."""
+        """One f32 element in all lanes."""
         element = self.let(f"tensor.extract {buffer}[{at}] : {of}")
         return self.let(f"vector.broadcast {element} : f32 to {VECTOR}")
 
