@@ -3,6 +3,8 @@
 The module is written as MLIR text around the lowered fragments:
 
     util.global       one per parameter and rank, on the rank's device, read from the archives
+    flow.executable   one per hand-written kernel, with the function that calls it: attention on
+                      CPUs, and products of several rows
     @<entry>.layers.K a chunk of layers as a private function that is never inlined. It takes the
                       caches as buffer views and imports them with `consume`: only so are they
                       updated in place. With several devices compile time is exponential in the

@@ -38,7 +38,8 @@ class RankOperations:
         k_cache: Value,
         v_cache: Value,
     ) -> tuple[Value, Value, Value]:
-        """`llama.attend`, with the reading of pages written for the compiler."""
+        """`llama.attend`, with the reading of pages written for the compiler, or all that follows
+        the writing in one kernel."""
         pool = k_cache.dims
         mask, visible, write_pages, read_pages = step[2], step[3], step[4], step[6]
         held: tuple[Value, ...] = ()

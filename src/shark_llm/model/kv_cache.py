@@ -80,7 +80,7 @@ def read_rows(
 ) -> torch.Tensor:
     """Pages head by head: cache (P, K*L*D), rows (N*K*T) of `head_rows` -> (N, K, T, L, D).
 
-    Modules read through `export/pages.py`, which copies whole rows.
+    Modules read through `export/pages.py`, which copies whole rows, or copy nothing.
     """
     row = cache.view(cache.shape[0] * num_kv_heads, -1).index_select(0, rows)  # (N*K*T, L*D)
     return row.view(batch_size, num_kv_heads, -1, page_size, row.shape[1] // page_size)
