@@ -25,9 +25,9 @@ class LinearForm:
     form: Literal["packed", "plain"]
     tile_n: int = 16
     max_tile_m: int = 4
-    """Up to so many rows fill one tile. More are not for tiles if `by_rows`; else up to twice as many
-    fill two, where these hold fewer rows that are none than tiles of `prefill_tile_m`, into which
-    more rows are cut."""
+    """Up to so many rows fill one tile. More are not for tiles if `by_rows`; else up to twice as
+    many fill two, where these hold fewer rows that are none than tiles of `prefill_tile_m`, into
+    which more rows are cut."""
     by_rows: bool = False
     """More rows than `max_tile_m` are taken where they lie: `row_products.py`, written for AVX2."""
     prefill_tile_m: int = 6

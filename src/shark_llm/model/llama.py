@@ -6,9 +6,9 @@ Every function takes plain tensors and knows only its own local shapes. A transf
     x = norm(hidden);  q, k, v = linear(x) three times;  a = attend(q, k, v);   hidden += linear(a)
     x = norm(hidden);  g, u    = linear(x) twice;        m = gate(g, u);        hidden += linear(m)
 
-where `linear` is written by whoever composes the block: torch in `eager.py`, products in the form of
-the target in `export/linear.py`. What several ranks compute in parts (the products that end each
-half of the block, and `embed`) is added up by `add_partials`, in rank order.
+where `linear` is written by whoever composes the block: torch in `eager.py`, products in the form
+of the target in `export/linear.py`. What several ranks compute in parts (the products that end
+each half of the block, and `embed`) is added up by `add_partials`, in rank order.
 
 Hidden states, norms, rotation and softmax are f32, whatever the weights' dtype.
 
