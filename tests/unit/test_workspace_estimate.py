@@ -75,6 +75,15 @@ def test_it_is_near_what_was_measured(
     assert 0.9 < estimate(name, tp, form, step, context, dtype) / (megabytes * 1e6) < 1.5
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "megabytes"), [(LLAMA_8B, 1, 1969), (SMOLLM2, 1, 511), (SMOLLM2, 2, 342)]
+)
+def test_it_is_near_where_pages_are_gathered(name: str, tp: int, megabytes: int) -> None:
+    """A CPU with pages of 4 tokens, measured in the same way: steps of 512 at a context of 8192."""
+    estimated = estimate(name, tp, "matmul", 512, 8192, page_size=4)
+    assert 0.9 < estimated / (megabytes * 1e6) < 1.5
+
+
 def test_longer_contexts_and_steps_need_more() -> None:
     sizes = [estimate(LLAMA_8B, 2, "fused", step, 131072) for step in (512, 1024, 2048)]
     assert sizes == sorted(set(sizes))

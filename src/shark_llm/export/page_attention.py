@@ -149,10 +149,6 @@ class _Kernel:
         table, visible, cache = f"tensor<{n}x?xi64>", f"tensor<{n}x1xi64>", self.cache
         own = f"offsets = [%row, %block, 0], sizes = [1, 1, {width}], strides = [1, 1, 1]"
         result = self._walk()
-        constants = "\n".join(
-            f"{c} = arith.constant {i} : index" for i, c in self.writer.constants.items()
-        )
-        lines = "\n".join(self.writer.lines)
         inputs = (
             Operand(name="%all_q", tensor=split),
             Operand(name="%all_pages", tensor=table, dims=("%table_pages",)),
@@ -161,7 +157,7 @@ class _Kernel:
             Operand(name="%all_v", tensor=cache, dims=("%pool",)),
         )
         work = f"""
-{constants}
+{self.writer.declared}
     %zero = arith.constant 0.0 : f32
     %narrow_zero = arith.constant 0.0 : {self.dtype}
     %zeros = arith.constant dense<0.0> : {VECTOR}
@@ -193,7 +189,7 @@ class _Kernel:
     %far = arith.constant 62 : i64
     %always_0 = arith.shrui %length_i64, %far : i64
     %never = arith.trunci %always_0 : i64 to {self.bits}
-{lines}
+{self.writer.text}
     {STORE} {result}, %all_mixed, {own} : {self.queries} -> {WRITE}{split}>"""
         executable = kernel(
             f"{name}.kernel",

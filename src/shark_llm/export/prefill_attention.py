@@ -82,10 +82,6 @@ def _function(name: str, n: int, heads: int, walk: PrefillWalk) -> str:
         f"strides = [1, 1, 1, 1]"
     )
     result_tile = walk.result()
-    constants = "\n".join(
-        f"{c} = arith.constant {i} : index" for i, c in walk.writer.constants.items()
-    )
-    lines = "\n".join(walk.writer.lines)
     inputs = (
         Operand(name="%all_q", tensor=split, dims=("%seq",)),
         Operand(name="%all_pages", tensor=ints, dims=("%table_pages",)),
@@ -94,7 +90,7 @@ def _function(name: str, n: int, heads: int, walk: PrefillWalk) -> str:
         Operand(name="%all_v", tensor=cache, dims=("%pool",)),
     )
     work = f"""
-{constants}
+{walk.writer.declared}
     %zero = arith.constant 0.0 : f32
     %narrow_zero = arith.constant 0.0 : {walk.dtype}
     %zeros = arith.constant dense<0.0> : {VECTOR}
@@ -141,7 +137,7 @@ def _function(name: str, n: int, heads: int, walk: PrefillWalk) -> str:
     %length = arith.select %is_padding, %short, %reach : index
     %chunks = arith.ceildivui %length, %chunk : index
     %no_token = arith.constant 0 : i64
-{lines}
+{walk.writer.text}
     {STORE} {result_tile}, %all_mixed, {own} : {walk.tile} -> {WRITE}{split}>{{%seq}}"""
     executable = kernel(
         f"{name}.kernel",

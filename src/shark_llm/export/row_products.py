@@ -99,13 +99,8 @@ class _Product:
         """The whole function."""
         x, w, y = self.x, self.weight, f"tensor<{self.rows}x{self.panels * PANEL}xf32>"
         packed = f"tensor<{self.panels}x{self.k * PANEL}x{self.dtype}>"
-        m = "%m" if self.m is None else str(self.m)
-        dims = "{%m}" if self.m is None else ""
+        dims, dims_here = ("{%m}", "{%m_here}") if self.m is None else ("", "")
         result = self._walk()
-        constants = "\n".join(
-            f"{c} = arith.constant {i} : index" for i, c in self.writer.constants.items()
-        )
-        lines = "\n".join(self.writer.lines)
         here = ("%m_here",) if self.m is None else ()
         inputs = [Operand(name="%all_x", tensor=x, dims=here), Operand(name="%all_w", tensor=w)]
         passed, types = "%x, %flat", f"{x}{dims}, {w}"
@@ -121,7 +116,7 @@ class _Product:
             )
         zero = "0 : i8" if self.dtype == "i8" else f"0.0 : {self.dtype}"
         work = f"""
-{constants}
+{self.writer.declared}
     %zero = arith.constant 0.0 : f32
     %narrow_zero = arith.constant {zero}
     %zeros = arith.constant dense<0.0> : {VECTOR}
@@ -142,15 +137,15 @@ class _Product:
     %max_rows = arith.constant {MAX_ROWS} : index
     %tiles = arith.ceildivui %rows_here, %max_rows : index
     %last_start = arith.subi %rows_here, %max_rows : index
-    %rows = {LOAD} %all_x, offsets = [0, 0], sizes = [{m.replace("%m", "%m_here")}, {self.k}],
-        strides = [1, 1] : {READ}{x}>{dims.replace("%m", "%m_here")} -> {x}
+    %rows = {LOAD} %all_x, offsets = [0, 0], sizes = [{self.m or "%m_here"}, {self.k}],
+        strides = [1, 1] : {READ}{x}>{dims_here} -> {x}
     %weight = {LOAD} %all_w, offsets = [0], sizes = [{self.panels * self.k * PANEL}], strides = [1]
         : {READ}{w}> -> {w}
 {load_scales}
-{lines}
+{self.writer.text}
     {STORE} {result}, %all_y, offsets = [%first_row, %first_column],
         sizes = [{self.m if self.is_few else "%rows_here"}, {self.grain * PANEL}], strides = [1, 1]
-        : {self.block} -> {WRITE}{y}>{dims.replace("%m", "%m_here")}"""
+        : {self.block} -> {WRITE}{y}>{dims_here}"""
         executable = kernel(
             f"{name}.kernel",
             inputs=inputs,

@@ -28,6 +28,16 @@ class VectorWriter:
     constants: dict[int, str] = field(default_factory=dict)
     _count: int = 0
 
+    @property
+    def declared(self) -> str:
+        """The constants, which come before `text`."""
+        return "\n".join(f"{c} = arith.constant {i} : index" for i, c in self.constants.items())
+
+    @property
+    def text(self) -> str:
+        """All lines."""
+        return "\n".join(self.lines)
+
     def name(self) -> str:
         """A new SSA name."""
         self._count += 1
