@@ -27,7 +27,7 @@ from shark_llm.build import BuildSettings
 from shark_llm.compile.compiler import CompileResult
 from shark_llm.export import compose
 from shark_llm.export.compose import ExportedModule
-from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
+from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points, softmax_sums
 from shark_llm.model.config import ModelConfig
 from shark_llm.sharding.plan import plan_ranks
 from shark_llm.stages import StageRecord
@@ -106,6 +106,7 @@ class FakeCompileSide:
         return ExportedModule(
             mlir=repr((shape, sorted(plan), tp, settings, attention_form, linear_form)),
             entry_points=entry_points(settings, config.vocab_size),
+            softmax_sums=softmax_sums(settings, config.vocab_size),
             caches=cache_specs(config, settings, plan_ranks(config, tp)),
         )
 

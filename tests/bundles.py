@@ -59,6 +59,7 @@ def sample_manifest(*, tp: int = 2, digest: str = "a" * 64, **changes: Any) -> M
         "eos_token_ids": (2,),
         "bos_token_id": 1,
         "entry_points": (),
+        "softmax_sums": (),
         "caches": (),
         "module_key": "b" * 64,
         "archives": tuple(archive_name(rank) for rank in archive_ranks(tp)),

@@ -3,7 +3,8 @@
 The next token is a function of the whole token history, and the history is read back from the
 runner's own paged store by the page ids of the row: a wrong page, a wrong start or a page that was
 overwritten gives other tokens than the request alone would give. Everything that the protocol in
-`shark_llm.runtime.runner` demands of the caller is asserted. `num_reads` counts reads of logits.
+`shark_llm.runtime.runner` demands of the caller is asserted. `num_reads` counts reads of logits,
+and `num_sums` those of sums.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from shark_llm.artifacts.manifest import SUM_BLOCK
 from shark_llm.runtime.runner import Phase, Row, StepOutput
 
 POISON = -1
@@ -28,6 +30,18 @@ def best_tokens(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     best = logits.argmax(axis=1)
     finite = np.isfinite(logits[np.arange(len(best)), best])
     return np.where(finite, best, logits.shape[1])
+
+
+def softmax_sums(
+    logits: npt.NDArray[np.float32], inverse_temperatures: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """As `StepOutput.read_sums` says; NaN in rows that have no best token."""
+    assert inverse_temperatures.shape == (len(logits),)
+    highest = logits.max(axis=1, keepdims=True).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        weights = np.exp((logits - highest) * inverse_temperatures[:, None])
+    starts = np.arange(0, logits.shape[1], SUM_BLOCK)
+    return np.add.reduceat(weights, starts, axis=1).astype(np.float32)
 
 
 class FakeRunner:
@@ -69,6 +83,7 @@ class FakeRunner:
         self.calls: list[tuple[Phase, tuple[Row, ...]]] = []
         self.num_calls = 0
         self.num_reads = 0
+        self.num_sums = 0
         self.device_seconds = 0.0
         self.closed = False
         self._busy = False
@@ -101,7 +116,12 @@ class FakeRunner:
             self.num_reads += 1
             return logits
 
-        return StepOutput(best_tokens=best_tokens(logits), read_logits=read)
+        def add_up(inverse_temperatures: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+            assert self.num_calls == step, "the logits of an earlier step"
+            self.num_sums += 1
+            return softmax_sums(logits, inverse_temperatures)
+
+        return StepOutput(best_tokens=best_tokens(logits), read_logits=read, read_sums=add_up)
 
     def close(self) -> None:
         self.closed = True

@@ -7,6 +7,7 @@ here (`EagerRunner`), a compiled module in tests/iree. `walk` and `generate` tak
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
-from fake_runner import best_tokens
+from fake_runner import best_tokens, softmax_sums
 from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.golden import read_parameters
 from shark_llm.model.eager import EagerModel, EagerSettings
@@ -142,7 +143,11 @@ class EagerRunner:
 
     def run(self, phase: Phase, rows: Sequence[Row]) -> StepOutput:
         logits = self.forward(phase, rows)
-        return StepOutput(best_tokens=best_tokens(logits), read_logits=lambda: logits)
+        return StepOutput(
+            best_tokens=best_tokens(logits),
+            read_logits=lambda: logits,
+            read_sums=partial(softmax_sums, logits),
+        )
 
     def fill(self, value: float) -> None:
         """Overwrite the whole pool."""
@@ -173,10 +178,15 @@ class Sequencer:
 
 
 def logits_of(runner: ModelRunner, phase: Phase, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
-    """One step: the logits, by which the runner's own choice must go."""
+    """One step: the logits, by which the runner's own choice and its sums must go."""
     output = runner.run(phase, rows)
     logits = output.read_logits()
     np.testing.assert_array_equal(output.best_tokens, best_tokens(logits))
+    scales = np.linspace(0.5, 2, len(logits), dtype=np.float32)
+    sound = output.best_tokens < runner.vocab_size
+    np.testing.assert_allclose(
+        output.read_sums(scales)[sound], softmax_sums(logits, scales)[sound], rtol=1e-5, atol=1e-7
+    )
     return logits
 
 

@@ -28,7 +28,7 @@ from shark_llm.compile.dev_directory import check_replaceable
 from shark_llm.compile.targets import CompileTarget, get_target
 from shark_llm.compile.workspace_estimate import ModuleShape
 from shark_llm.errors import CapacityError, UsageError
-from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
+from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points, softmax_sums
 from shark_llm.hub import HubModel, HubSettings, Metadata, fetch_metadata, parse_model
 from shark_llm.model.config import ModelConfig, config_from_hf, config_to_dict
 from shark_llm.planner import (
@@ -260,6 +260,7 @@ def expected_manifest(plan: BuildPlan, digest: str) -> Manifest:
         eos_token_ids=config.eos_token_ids,
         bos_token_id=config.bos_token_id,
         entry_points=entry_points(plan.export, config.vocab_size),
+        softmax_sums=softmax_sums(plan.export, config.vocab_size),
         caches=cache_specs(config, plan.export, ranks),
         module_key="",
         archives=tuple(archive_name(rank) for rank in archive_ranks(tp)),

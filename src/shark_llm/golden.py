@@ -11,15 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from shark_llm.artifacts.manifest import GoldenReport, Manifest
+from shark_llm.artifacts.manifest import SUM_BLOCK, GoldenReport, Manifest
 from shark_llm.checkpoint.source import Checkpoint
 from shark_llm.errors import VerificationError
+from shark_llm.model import llama
 from shark_llm.model.config import ModelConfig
 from shark_llm.model.eager import EagerModel, EagerSettings
 from shark_llm.runtime.module import IreeRunner, pack_rows
-from shark_llm.runtime.runner import Phase, Row
+from shark_llm.runtime.runner import Phase, Row, StepOutput
 from shark_llm.sharding.plan import scale_name
 from shark_llm.sharding.quantize import quantize
 
@@ -27,6 +29,9 @@ TOLERANCES = {"f32": 1e-3, "f16": 1e-2, "bf16": 5e-2}
 """Largest |logit difference| allowed, as a share of the largest |logit| (at least 1). Both sides
 compute in the same precision; what differs is the order of sums, and single roundings to the
 weights' dtype that it flips."""
+
+SUM_TOLERANCE = 1e-4
+"""Of a sum of exponentials, or of the best token's weight, where the sum is less."""
 
 DECODE_STEPS = 4
 
@@ -152,6 +157,7 @@ def check_golden(
                 f"{found.argmax(axis=1).tolist()}: the module must not be served; report it as a "
                 "compiler bug"
             )
+        _check_sums(step, output, found)
         worst, allowed = max(worst, error), max(allowed, tolerance)
         if step.phase == "prefill":
             prompt_tokens += sum(len(row.tokens) for row in step.rows)
@@ -163,6 +169,20 @@ def check_golden(
         prompt_tokens=prompt_tokens,
         decode_steps=decode_steps,
     )
+
+
+def _check_sums(step: GoldenStep, output: StepOutput, logits: npt.NDArray[np.float32]) -> None:
+    """Raise VerificationError unless the module adds up these logits of its own as torch does."""
+    scales = np.linspace(0.5, 2, len(logits), dtype=np.float32)
+    operands = (torch.from_numpy(a) for a in (logits, output.best_tokens, scales))
+    wanted = llama.softmax_sums(SUM_BLOCK, *operands).numpy()
+    found = output.read_sums(scales)
+    if not np.allclose(found, wanted, rtol=SUM_TOLERANCE, atol=SUM_TOLERANCE):
+        raise VerificationError(
+            f"golden check, {step.what} of {len(logits)} rows: the sums that sampling needs differ "
+            f"by {float(np.abs(found - wanted).max()):.3g}, at most {SUM_TOLERANCE:.3g} of one are "
+            "allowed: the module must not be served; report it as a compiler bug"
+        )
 
 
 def golden_pages(manifest: Manifest) -> int:

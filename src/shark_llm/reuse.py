@@ -41,6 +41,7 @@ _MODULE_FIELDS = (
     "page_size",
     "vocab_size",
     "entry_points",
+    "softmax_sums",
     "caches",
     "parameter_scope",
     "target",

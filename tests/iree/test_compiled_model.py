@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from compiled import running
+from fake_runner import softmax_sums
 from ladder import (
     LENGTHS,
     Sequencer,
@@ -167,6 +168,23 @@ def test_rows_of_nan_have_no_best_token(runner: IreeRunner, name: str) -> None:
     output = runner.run("decode", rows)
     assert np.isfinite(logits[0]).all()
     assert output.best_tokens.tolist() == [logits[0].argmax(), runner.vocab_size]
+
+
+@on("t0", "tp2")
+def test_sums_can_be_asked_for_twice(runner: IreeRunner, name: str) -> None:
+    """At other temperatures, of fewer rows than the batch has; and of no step but the last."""
+    tokens = token_ids(16, runner.vocab_size)
+    rows = [Row(tokens=tokens, start=0, pages=[page]) for page in (1, 2)]
+    output = runner.run("prefill", rows)
+    scales = [np.array(pair, np.float32) for pair in ((1, 1), (0.5, 2))]
+    found = [output.read_sums(scale) for scale in scales]
+    for sums, scale in zip(found, scales, strict=True):
+        wanted = softmax_sums(output.read_logits(), scale)
+        np.testing.assert_allclose(sums, wanted, rtol=1e-5, atol=1e-7)
+    assert not np.array_equal(*found)
+    runner.run("prefill", rows)
+    with pytest.raises(AssertionError, match="an earlier step"):
+        output.read_sums(scales[0])
 
 
 @on("t0", "tp2", "tp3", "tp8")

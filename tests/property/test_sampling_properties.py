@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_runner import softmax_sums
+from shark_llm.engine.drawing import Softmax, _nucleus, draw, top_k
 from shark_llm.engine.request import SamplingParams
-from shark_llm.engine.sampling import (
-    SamplerState,
-    _draw,
-    _nucleus,
-    _top_k,
-    sample,
-    uniform,
-)
+from shark_llm.engine.sampling import SamplerState, _edit, sample, uniform
 
 LOGITS = st.one_of(
     st.integers(0, 2**32 - 1).map(
@@ -72,8 +68,11 @@ def test_draws_only_what_the_filters_leave(
 def test_nucleus_is_smallest_and_sufficient(logits: np.ndarray, top_p: float) -> None:
     weights = np.exp(logits - logits.max())
     total = float(weights.sum(dtype=np.float64))
-    kept = _nucleus(weights, top_p * total)
-    mass = float(weights[kept].sum(dtype=np.float64))
+    kept, found = _nucleus(
+        Softmax(logits, int(logits.argmax()), 1).above, top_p, total, len(logits)
+    )
+    np.testing.assert_array_equal(found, weights[kept])
+    mass = float(found.sum(dtype=np.float64))
     assert len(kept) >= 1
     assert len(set(kept.tolist())) == len(kept)
     assert mass >= top_p * total * (1 - 1e-5)
@@ -93,18 +92,69 @@ def test_the_draw_inverts_the_distribution_function(
 ) -> None:
     """Tokens in order of their ids, as a running sum over all of them in f64 says."""
     sampling = SamplingParams(max_tokens=1, temperature=temperature)
-    token = _draw(logits, int(logits.argmax()), sampling, u)
+    token = draw(Softmax(logits, int(logits.argmax()), temperature), sampling, u)
     weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     sums = np.concatenate([[0.0], np.cumsum(weights)]) / weights.sum()
     assert sums[token] - 1e-5 <= u <= sums[token + 1] + 1e-5
     assert weights[token] > 0
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    logits=LOGITS,
+    params=PARAMS,
+    edits=st.fixed_dictionaries(
+        {},
+        optional={
+            "presence_penalty": st.floats(-2, 2),
+            "repetition_penalty": st.floats(0.5, 2),
+            "logit_bias": st.dictionaries(st.integers(0, 0), st.floats(-100, 100)),
+            "min_tokens": st.just(1),
+            "logprobs": st.integers(0, 3),
+        },
+    ),
+    prompt=st.lists(st.integers(0, 3000), max_size=20),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_sums_of_the_device_change_nothing(
+    logits: np.ndarray,
+    params: dict[str, Any],
+    edits: dict[str, Any],
+    prompt: list[int],
+    seed: int,
+) -> None:
+    """The same token and logprobs as from the logits alone, but for where rounding decides."""
+    size = len(logits)
+    sampling = SamplingParams(max_tokens=1, seed=seed, **params, **edits)
+    state = SamplerState(sampling, [token % size for token in prompt], ())
+    best = int(logits.argmax())
+    scale = state.inverse_temperature
+    sums, unit = (
+        None if s is None else softmax_sums(logits[None], np.array([s], np.float32))[0]
+        for s in (scale, 1.0)
+    )
+    alone, helped = sample(logits, best, state), sample(logits, best, state, sums, unit)
+    assert alone is not None
+    assert helped is not None
+    if alone.token_id == helped.token_id:
+        assert (alone.logprobs is None) == (helped.logprobs is None)
+        if alone.logprobs is not None and helped.logprobs is not None:
+            assert helped.logprobs.logprob == pytest.approx(alone.logprobs.logprob, abs=1e-4)
+        return
+    # A neighbour of those that are left, at a draw on the edge between the two.
+    edited = logits if not state.edits_logits else _edit(logits, state).logits
+    softmax = Softmax(edited, int(edited.argmax()), sampling.temperature)
+    between = sorted((alone.token_id, helped.token_id))
+    share = softmax.weights(edited[between[0] : between[1] + 1]).astype(np.float64)
+    left = np.isin(np.arange(between[0], between[1] + 1), allowed(edited, sampling))
+    assert (share * left)[1:-1].sum() <= 1e-4 * softmax.sums().sum()
+
+
 @settings(max_examples=200, deadline=None)
 @given(logits=LOGITS, k=st.integers(1, 3100))
 def test_top_k_is_the_head_of_a_stable_sort(logits: np.ndarray, k: int) -> None:
     expected = np.sort(np.argsort(-logits, kind="stable")[:k])
-    assert _top_k(logits, k).tolist() == expected.tolist()
+    assert top_k(logits, k).tolist() == expected.tolist()
 
 
 @settings(max_examples=200, deadline=None)

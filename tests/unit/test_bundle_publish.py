@@ -139,7 +139,7 @@ def test_a_manifest_cannot_claim_files_outside(tmp_path: Path) -> None:
 def test_a_bundle_of_a_later_schema_may_be_replaced(tmp_path: Path) -> None:
     path = publish_sample(tmp_path / "x")
     text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text.replace('"schema_version": 1', '"schema_version": 9'))
+    (path / "manifest.json").write_text(text.replace('"schema_version": 2', '"schema_version": 9'))
     publish_sample(path, module=b"new")
     assert module_of(path) == b"new"
 

@@ -53,6 +53,50 @@ def test_logits_of_greedy_requests_stay_on_the_device() -> None:
     assert driver.runner.num_reads == 3 + 2
 
 
+@pytest.mark.parametrize(
+    ("params", "sums"),
+    [
+        ({}, 0),
+        ({"temperature": 1.0}, 1),
+        ({"temperature": 0.5, "top_p": 0.9}, 1),
+        ({"temperature": 0.5, "top_k": 5}, 0),
+        ({"temperature": 0.5, "min_p": 0.1}, 0),
+        ({"temperature": 0.5, "min_p": 0.1, "top_p": 0.9}, 1),
+        ({"temperature": 0.5, "presence_penalty": 1.0}, 1),
+        ({"presence_penalty": 1.0}, 0),
+        ({"logprobs": 1}, 1),
+        ({"temperature": 1.0, "logprobs": 1}, 1),
+        ({"temperature": 0.5, "logprobs": 1}, 2),
+    ],
+)
+def test_the_device_adds_up_what_sampling_asks_for(params: dict[str, Any], sums: int) -> None:
+    """Once in a step, and again where logprobs, of temperature 1, stand beside another one."""
+    driver = Driver(make_runner())
+    driver.ask(numbers(0, 40), **({"max_tokens": 3, "seed": 1} | params))
+    assert driver.runner.num_sums == 3 * sums
+
+
+def test_rows_of_several_temperatures_share_the_sums() -> None:
+    """Each draws as it does alone, beside one with logprobs and one that takes the best."""
+    driver = Driver(make_runner())
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.7, "top_p": 0.9, "seed": 1, "logprobs": 2},
+        {"temperature": 1.5, "seed": 2},
+        {"logprobs": 1},
+        {},
+    ]
+    prompts = [numbers(100 * i, 20) for i in range(len(asked))]
+    answers = [
+        driver.add(prompt, max_tokens=5, **params)
+        for prompt, params in zip(prompts, asked, strict=True)
+    ]
+    driver.run()
+    for prompt, params, answer in zip(prompts, asked, answers, strict=True):
+        expected = alone(driver.runner, prompt, max_tokens=5, **params)
+        assert answer.tokens == expected.tokens
+        assert answer.logprobs == expected.logprobs
+
+
 def test_hit_and_miss_in_one_batch() -> None:
     """E02"""
     driver = Driver(make_runner())

@@ -124,6 +124,18 @@ def test_module_that_chooses_another_token_fails(t0: Path) -> None:
         check(Wrong(t0), t0, manifest())
 
 
+def test_module_that_adds_up_something_else_fails(t0: Path) -> None:
+    """top_p draws from the device's sums: a block that is left out would never be drawn."""
+
+    class Wrong(Module):
+        def run(self, phase: Phase, rows: Sequence[Row]) -> StepOutput:
+            output = super().run(phase, rows)
+            return replace(output, read_sums=lambda scales: 0.99 * output.read_sums(scales))
+
+    with pytest.raises(VerificationError, match="the sums that sampling needs differ by"):
+        check(Wrong(t0), t0, manifest())
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_module_that_gives_nan_fails(t0: Path, value: float) -> None:
     """C14: a compiler's NaN is no small difference."""

@@ -45,14 +45,14 @@ def test_the_model_keeps_its_true_number_of_kv_heads(tmp_path: Path) -> None:
     assert model_config().num_kv_heads == 2
 
 
-@pytest.mark.parametrize(("version", "remedy"), [(2, "install a newer shark-llm"), (0, "rebuild")])
+@pytest.mark.parametrize(("version", "remedy"), [(3, "install a newer shark-llm"), (1, "rebuild")])
 def test_another_schema_version_names_both_and_the_remedy(
     version: int, remedy: str, tmp_path: Path
 ) -> None:
     """A newer writer may add fields: the version is judged before anything else."""
     error = refusal(write(tmp_path / "manifest.json", schema_version=version, more=[1], tp=...))
     assert isinstance(error, VersionMismatchError)
-    assert f"schema version {version}, this shark-llm reads 1" in str(error)
+    assert f"schema version {version}, this shark-llm reads 2" in str(error)
     assert remedy in str(error)
 
 
@@ -62,7 +62,7 @@ def test_another_schema_version_names_both_and_the_remedy(
         ({"tp": "many"}, "tp: Input should be a valid integer"),
         ({"tp": ...}, "tp: Field required"),
         ({"extra": 1}, "extra: Extra inputs are not permitted"),
-        ({"schema_version": "one"}, "schema_version: Input should be 1"),
+        ({"schema_version": "one"}, "schema_version: Input should be 2"),
         ({"plan": {"a": {"kind": "spread"}}}, "plan.a: Input tag 'spread'"),
         ({"tp": "many", "vocab_size": None}, "and 1 more fault"),
     ],

@@ -262,9 +262,9 @@ def test_logprobs_are_of_the_model_not_of_the_sampler() -> None:
 
 def test_logprobs_zero_and_too_many() -> None:
     logits = np.zeros(V, np.float32)
-    assert token_logprobs(logits, 3, 0).top == ()
-    assert token_logprobs(logits, 3, 0).logprob == pytest.approx(-math.log(V))
-    assert [token for token, _ in token_logprobs(logits, 3, 999).top] == list(range(V))
+    assert token_logprobs(logits, 0, 3, 0).top == ()
+    assert token_logprobs(logits, 0, 3, 0).logprob == pytest.approx(-math.log(V))
+    assert [token for token, _ in token_logprobs(logits, 0, 3, 999).top] == list(range(V))
 
 
 @pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 1000, 49152])

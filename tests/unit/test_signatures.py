@@ -6,7 +6,7 @@ import pytest
 
 from bundles import model_config
 from shark_llm.errors import UsageError
-from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
+from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points, softmax_sums
 from shark_llm.sharding.plan import plan_ranks
 
 
@@ -27,6 +27,17 @@ def test_entry_points_in_order_with_their_shapes() -> None:
             ("logits", "f32", (n, 256)),
             ("best_tokens", "i64", (n,)),
         ]
+
+
+@pytest.mark.parametrize(("vocab_size", "blocks"), [(256, 1), (257, 2), (128256, 501)])
+def test_sums_for_every_batch_size_that_leaves_logits(vocab_size: int, blocks: int) -> None:
+    settings = ExportSettings(batch_sizes_prefill=(1, 4), batch_sizes_decode=(1, 2))
+    found = softmax_sums(settings, vocab_size)
+    assert [sums.name for sums in found] == [f"softmax_sums_bs{n}" for n in (1, 2, 4)]
+    for sums in found:
+        n = sums.batch_size
+        assert [spec.shape for spec in sums.inputs] == [(n, vocab_size), (n,), (n,)]
+        assert [spec.shape for spec in sums.results] == [(n, blocks)]
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, [3]), (2, [2, 1]), (3, [1, 1, 1]), (8, [1] * 8)])

@@ -40,7 +40,7 @@ def edit_manifest(bundle: Path, change: Callable[[dict[str, Any]], object]) -> N
 def test_a_sound_bundle(bundle: Path) -> None:
     found = checks(bundle)
     assert failed(bundle) == []
-    assert found["manifest"].detail == "schema version 1 of 1"
+    assert found["manifest"].detail == "schema version 2 of 2"
     assert found["IREE version"].detail.startswith("built with 3.13.0, 3.13")
     assert found["model.rank1.irpa identity"].detail.startswith("model aaaaaaaaaaaa, tp=2, rank=1")
     assert "4 bytes, sha256 " in found["model.vmfb"].detail
@@ -86,7 +86,7 @@ def test_another_iree(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m: m.update({"schema_version": 2}), "install a newer shark-llm"),
+        (lambda m: m.update({"schema_version": 3}), "install a newer shark-llm"),
         (lambda m: m.pop("tp"), "is not a manifest: tp"),
     ],
 )

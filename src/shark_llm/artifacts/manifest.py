@@ -1,4 +1,4 @@
-"""manifest.json: the contract between shark-compile and shark-serve, version 1.
+"""manifest.json: the contract between shark-compile and shark-serve, version 2.
 
 Unknown fields are refused (a newer writer bumps `schema_version`). Shapes hold ints, and names of
 dynamic dimensions as strings.
@@ -18,8 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shark_llm.errors import ArtifactError, VersionMismatchError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+SUM_BLOCK = 256
+"""Tokens of a vocabulary whose weights `Manifest.softmax_sums` add up."""
 
 Dim = int | str
 
@@ -53,18 +55,23 @@ class CacheSpec(TensorSpec):
     rank: int
 
 
-class EntryPoint(Frozen):
-    """A public function of the module.
+class Function(Frozen):
+    """A public function of the module, compiled for one batch size."""
+
+    name: str
+    batch_size: int
+    inputs: tuple[TensorSpec, ...]
+    results: tuple[TensorSpec, ...]
+
+
+class EntryPoint(Function):
+    """One that runs the model.
 
     It takes `inputs`, then every cache of `Manifest.caches` in order (consumed); it returns
     `results`, then every cache in the same order, each aliasing the argument.
     """
 
-    name: str
     phase: Literal["prefill", "decode"]
-    batch_size: int
-    inputs: tuple[TensorSpec, ...]
-    results: tuple[TensorSpec, ...]
 
 
 class Replicate(Frozen):
@@ -125,7 +132,7 @@ class GoldenReport(Frozen):
 class Manifest(Frozen):
     """Everything that serve needs to know, and everything a bug report should say."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     source: Source
     config: dict[str, Any]
     """The ModelConfig that was compiled, field by field."""
@@ -143,6 +150,9 @@ class Manifest(Frozen):
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     entry_points: tuple[EntryPoint, ...]
+    softmax_sums: tuple[Function, ...]
+    """What sampling asks of the logits that entry points leave on rank 0's device, for each of
+    their batch sizes: of every `SUM_BLOCK` tokens the sum of exp((logit - best) / temperature)."""
     caches: tuple[CacheSpec, ...]
     parameter_scope: str = "model"
     module: str = "model.vmfb"

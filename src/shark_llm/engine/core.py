@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from shark_llm.engine.batching import decode_groups, prefill_groups
+from shark_llm.engine.drawing import F32
 from shark_llm.engine.guidance import GuideError
 from shark_llm.engine.request import (
     ErrorEvent,
@@ -31,7 +32,8 @@ from shark_llm.engine.request import (
     RequestTimings,
     TokenEvent,
 )
-from shark_llm.engine.sampling import F32, SamplerState, sample, token_logprobs
+from shark_llm.engine.row_sums import RowSums
+from shark_llm.engine.sampling import SamplerState, sample, token_logprobs
 from shark_llm.engine.scheduler import ScheduledRow, Scheduler
 from shark_llm.engine.settings import EngineSettings
 from shark_llm.engine.state import RequestState
@@ -239,6 +241,7 @@ class EngineCore:
             output = self.runner.run(phase, rows)
             # Greedy tokens are there already: the logits stay on the device.
             logits = output.read_logits() if any(row.needs_logits for row in group) else None
+            sums = RowSums(output, group)
         except Exception as error:
             self._forward_failed(group, error)
             return
@@ -250,13 +253,21 @@ class EngineCore:
                 continue
             self.scheduler.computed(row)
             if row.end == len(state.tokens):
-                self._draw(state, None if logits is None else logits[i], best)
+                of_row = None if logits is None else logits[i]
+                self._draw(state, of_row, best, sums.drawing(i), sums.logprobs(i))
             elif logits is not None and row.is_scored:
-                self._score(state, logits[i])
+                self._score(state, logits[i], best, sums.logprobs(i))
 
-    def _draw(self, state: RequestState, logits: F32 | None, best: int) -> None:
+    def _draw(
+        self,
+        state: RequestState,
+        logits: F32 | None,
+        best: int,
+        sums: F32 | None,
+        unit_sums: F32 | None,
+    ) -> None:
         try:
-            drawn = sample(logits, best, state.sampler)
+            drawn = sample(logits, best, state.sampler, sums, unit_sums)
         except GuideError as error:
             message = f"the grammar is too complex for this text ({error}); simplify it"
             self._fail(state, message, "grammar_too_complex")
@@ -272,12 +283,12 @@ class EngineCore:
         event = TokenEvent(token_id=drawn.token_id, logprobs=drawn.logprobs)
         self._accept(state, drawn.token_id, event)
 
-    def _score(self, state: RequestState, logits: F32) -> None:
+    def _score(self, state: RequestState, logits: F32, best: int, unit_sums: F32 | None) -> None:
         """Say how likely the next token of the prompt was; (V,) are the logits before it."""
         assert state.prompt_logprobs is not None
         params = state.request.sampling
         next_token = state.tokens[len(state.prompt_logprobs)]
-        scored = token_logprobs(logits, next_token, params.prompt_logprobs or 0)
+        scored = token_logprobs(logits, best, next_token, params.prompt_logprobs or 0, unit_sums)
         state.prompt_logprobs.append(scored)
         if not state.is_scoring:
             self._prompt_scored(state)

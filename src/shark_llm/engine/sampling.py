@@ -5,29 +5,27 @@ is a function of (seed, number of tokens generated so far). So a seeded request 
 tokens alone, in any row of any batch, after a preemption and with a warm cache, given the same
 logits.
 
-Legend: B rows of a forward, V vocabulary.
+Legend: B rows of a forward, V vocabulary, K = ceil(V / SUM_BLOCK) blocks of it.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from shark_llm.artifacts.manifest import SUM_BLOCK
+from shark_llm.engine.drawing import F32, F64, Ids, Softmax, draw, top_k
 from shark_llm.engine.request import SamplingParams, TokenLogprobs
-
-F32 = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.intp]
 
 GREEDY_BELOW = 1e-20
 """Temperatures under this are the limit, greedy: dividing by them would leave the range of f32."""
-FIRST_FLOOR, LAST_FLOOR, STEP_DOWN = 1e-3, 1e-12, 16
-"""Where the search for the tokens of top_p begins and ends, of the best one's weight, and by what
-factor the floor sinks."""
-SUM_BLOCK = 256
+MAX_LIFT = 20.0
+"""How far below the best logit, in temperatures, an edited row's best one may be for the sums of
+the unedited row to be used: f32 ends at 87."""
 _MASK64 = (1 << 64) - 1
 
 
@@ -114,9 +112,25 @@ class SamplerState:
     @property
     def takes_best(self) -> bool:
         """The next token is the model's best, and nothing else is asked for."""
+        return self.is_greedy and self.params.logprobs is None and not self.edits_logits
+
+    @property
+    def is_greedy(self) -> bool:
+        """Nothing is drawn: the best token is taken, edited logits or not."""
+        return self.params.temperature < GREEDY_BELOW or self.params.top_k == 1
+
+    @property
+    def inverse_temperature(self) -> float | None:
+        """For what the next token needs `StepOutput.read_sums`; None: it needs none.
+
+        top_k and min_p leave few tokens whatever the others sum up to, and a grammar changes too
+        many logits for the device's sums to hold.
+        """
         params = self.params
-        greedy = params.temperature < GREEDY_BELOW or params.top_k == 1
-        return greedy and params.logprobs is None and not self.edits_logits
+        few = params.top_k is not None or (params.min_p > 0 and params.top_p >= 1)
+        if self.is_greedy or few or self.guide is not None:
+            return None
+        return 1 / params.temperature
 
     def accept(self, token: int) -> None:
         """Tell that `token` was generated."""
@@ -143,10 +157,19 @@ class Sample(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-def sample(logits: F32 | None, best: int, state: SamplerState) -> Sample | None:
+@np.errstate(over="ignore")  # logit / temperature may overflow to -inf, whose weight is 0
+def sample(
+    logits: F32 | None,
+    best: int,
+    state: SamplerState,
+    sums: F32 | None = None,
+    unit_sums: F32 | None = None,
+) -> Sample | None:
     """Choose the next token of one row (V,), whose highest finite logit is at `best`.
 
-    `logits` may be None if `state.takes_best`.
+    `logits` may be None if `state.takes_best`. `sums` and `unit_sums` are the row's (K,) of
+    `StepOutput.read_sums`, for `state.inverse_temperature` and for 1, which logprobs ask for; those
+    that are None are made here.
 
     None: min_tokens and the stop tokens leave nothing to choose from.
 
@@ -157,28 +180,38 @@ def sample(logits: F32 | None, best: int, state: SamplerState) -> Sample | None:
         return Sample(best, None)
     assert logits is not None
     params = state.params
-    edited = logits
+    edited: _Edited | None = None
+    token = best
     if state.edits_logits:
         edited = _edit(logits, state)
-        best = int(edited.argmax())
-        if not np.isfinite(edited[best]):
+        token = int(edited.logits.argmax())
+        if not np.isfinite(edited.logits[token]):
             return None
-    token = best
-    if params.temperature >= GREEDY_BELOW and params.top_k != 1:
-        token = _draw(edited, best, params, uniform(state.seed, state.num_generated))
+    if not state.is_greedy:
+        softmax = Softmax(logits if edited is None else edited.logits, token, params.temperature)
+        whole = None if sums is None else sums.astype(np.float64)
+        if whole is not None and edited is not None:
+            whole = _sums_after(whole, Softmax(logits, best, params.temperature), edited, softmax)
+        token = draw(softmax, params, uniform(state.seed, state.num_generated), whole)
     if params.logprobs is None:
         return Sample(token, None)
-    return Sample(token, token_logprobs(logits, token, params.logprobs))
+    return Sample(token, token_logprobs(logits, best, token, params.logprobs, unit_sums))
 
 
-def token_logprobs(logits: F32, token: int, count: int) -> TokenLogprobs:
-    """log softmax of (V,) at `token`, and the `count` best; equal ones in order of their ids."""
-    peak = logits.max()
-    log_total = float(peak) + float(np.log(np.exp(logits - peak).sum(dtype=np.float64)))
+def token_logprobs(
+    logits: F32, best: int, token: int, count: int, sums: F32 | None = None
+) -> TokenLogprobs:
+    """log softmax of (V,), whose highest is at `best`, at `token`, and the `count` best; equal ones
+    in order of their ids. `sums` as the `unit_sums` of `sample`."""
+    if sums is None:
+        total = float(Softmax(logits, best, 1).sums().sum())
+    else:
+        total = float(sums.sum(dtype=np.float64))
+    log_total = float(logits[best]) + math.log(total)
     top: tuple[tuple[int, float], ...] = ()
     count = min(count, len(logits))
     if count:
-        ids = _top_k(logits, count)
+        ids = top_k(logits, count)
         ids = ids[np.argsort(-logits[ids], kind="stable")]
         values = (logits[ids].astype(np.float64) - log_total).tolist()
         top = tuple(zip(ids.tolist(), values, strict=True))
@@ -203,14 +236,30 @@ def uniform(seed: int, position: int) -> float:
     return (c0 >> 11) * 2.0**-53
 
 
-def _edit(logits: F32, state: SamplerState) -> F32:
+class _Edited(NamedTuple):
+    """Logits that were changed."""
+
+    logits: F32
+    """(V,)"""
+    blocks: F32
+    """The same memory, (K, SUM_BLOCK), with -inf behind the last logit."""
+    tokens: Ids
+    """Those whose logit may have changed; with a grammar, not all of them."""
+
+
+def _edit(logits: F32, state: SamplerState) -> _Edited:
     """Penalties, logit_bias, the grammar and the ban on tokens that must not end it, on a copy.
 
     repetition: of prompt and output, logits > 0 divided and others multiplied (CTRL, Keskar et al.
     2019); frequency and presence: of the output, subtracted per occurrence and once (OpenAI).
     """
     params = state.params
-    edited = logits.copy()
+    blocks = np.empty((-(-len(logits) // SUM_BLOCK), SUM_BLOCK), np.float32)
+    flat = blocks.reshape(-1)
+    edited = flat[: len(logits)]
+    edited[:] = logits
+    flat[len(logits) :] = -np.inf
+    changed = []
     if state.has_penalties:
         ids, counts = state.counts.arrays()
         values = edited[ids]
@@ -220,126 +269,36 @@ def _edit(logits: F32, state: SamplerState) -> F32:
         values -= np.float32(params.frequency_penalty) * counts
         values -= np.float32(params.presence_penalty) * (counts > 0)
         edited[ids] = values
+        changed.append(ids)
     if state.bias is not None:
         edited[state.bias[0]] += state.bias[1]
+        changed.append(state.bias[0])
     if state.guide is not None:
-        edited = np.where(state.guide.allowed(), edited, np.float32(-np.inf))
+        np.copyto(edited, -np.inf, where=~state.guide.allowed())
     if barred := list(state.barred):
         ends = edited[barred]
         edited[barred] = -np.inf
         if state.guide is not None and edited.max() == -np.inf:
             edited[barred] = ends  # the grammar allows nothing but the end
-    return edited
+        changed.append(np.array(barred, np.intp))
+    return _Edited(edited, blocks, np.concatenate(changed) if changed else np.empty(0, np.intp))
 
 
-def _draw(logits: F32, best: int, params: SamplingParams, u: float) -> int:
-    """Temperature, top_k, top_p, min_p, then the token at `u` of the distribution function.
+def _sums_after(sums: F64, before: Softmax, edited: _Edited, after: Softmax) -> F64 | None:
+    """The sums (K,) of `after`, the edited logits, from those of `before`.
 
-    Of a whole vocabulary, each pass over the row counts: one to subtract, one to divide, one for
-    the exponentials, in one array, and one for the sums. To pick out the likely tokens first would
-    cost more than it saves: of real logits, most are not far enough from the best to be left out.
+    What a token had is taken from its block's sum, and what it has now added. A block of which that
+    takes the larger part is added up again: of the rest, the sum would have few digits. None where
+    that is so of the whole row.
     """
-    temperature = np.float32(params.temperature)
-    head: Ids | None = None
-    if params.top_k is not None and params.top_k < len(logits):
-        head = _top_k(logits, params.top_k)
-    elif params.min_p > 0 and params.top_p >= 1:  # the rest is dropped without knowing its sum
-        head = np.flatnonzero(logits >= logits[best] + np.log(params.min_p) * temperature)
-    with np.errstate(over="ignore"):  # to -inf, whose weight is 0
-        weights = (logits if head is None else logits.take(head)) - logits[best]
-        weights /= temperature
-    np.exp(weights, out=weights)
-    index = _choose(weights, params, u)
-    return index if head is None else int(head[index])
-
-
-def _choose(weights: F32, params: SamplingParams, u: float) -> int:
-    """Apply top_p and min_p to weights whose largest is 1, and draw an index with `u`."""
-    kept: Ids | None = None
-    if params.top_p < 1:
-        kept = _nucleus(weights, params.top_p * float(weights.sum()))
-        weights = weights.take(kept)
-    if params.min_p > 0:
-        likely = np.flatnonzero(weights >= np.float32(params.min_p))
-        kept = likely if kept is None else kept[likely]
-        weights = weights.take(likely)
-    index = _invert(weights, u)
-    return index if kept is None else int(kept[index])
-
-
-def _top_k(values: F32, k: int) -> Ids:
-    """Indices of the k largest, ascending; of equal ones at the edge those with lowest index."""
-    if k >= len(values):
-        return np.arange(len(values))
-    ids: Ids | None = None
-    if 2 * k * SUM_BLOCK <= len(values):
-        # The k-th largest of the blocks' best is no more than the k-th largest of all.
-        peaks = np.maximum.reduceat(values, np.arange(0, len(values), SUM_BLOCK))
-        ids = np.flatnonzero(values >= np.partition(peaks, len(peaks) - k)[len(peaks) - k])
-    pool = values if ids is None else values[ids]
-    edge = np.partition(pool, len(pool) - k)[len(pool) - k]
-    kept = np.flatnonzero(pool >= edge)
-    if len(kept) > k:
-        above = kept[pool[kept] > edge]
-        kept = np.sort(np.concatenate([above, kept[pool[kept] == edge][: k - len(above)]]))
-    return kept if ids is None else ids[kept]
-
-
-def _nucleus(weights: F32, target: float) -> Ids:
-    """Indices, ascending, of the smallest set of largest weights that sum up to `target`.
-
-    At least one; of equal ones at the edge those with the lowest index. Only weights above a floor
-    are sorted: it sinks until they are enough, and real logits need few of them.
-    """
-    floor = FIRST_FLOOR
-    while True:
-        ids = np.flatnonzero(weights > floor)
-        pool = weights.take(ids)
-        if float(pool.sum()) >= target:
-            break
-        if floor < LAST_FLOOR:  # a target that rounding lets no sum reach
-            ids, pool = np.arange(len(weights)), weights
-            break
-        floor /= STEP_DOWN
-    ranked = np.sort(pool)[::-1]
-    rank = _locate(ranked, _block_sums(ranked), target)
-    edge = ranked[rank]
-    kept = np.flatnonzero(pool >= edge)
-    # Of those equal to the edge as many as were taken from the sorted pool, which has them all.
-    beyond = len(kept) - (rank + 1)
-    if beyond:
-        ties = kept[pool.take(kept) == edge]
-        kept = np.setdiff1d(kept, ties[-beyond:], assume_unique=True)
-    return ids.take(kept)
-
-
-def _invert(weights: F32, u: float) -> int:
-    """The index at which the running sum of `weights` passes `u` times the whole."""
-    blocks = _block_sums(weights)
-    return _locate(weights, blocks, u * float(blocks[-1]))
-
-
-def _block_sums(weights: F32) -> npt.NDArray[np.float64]:
-    """The running sums up to the end of each block of `SUM_BLOCK` weights.
-
-    One over each weight of a whole vocabulary is ten times as slow.
-    """
-    starts = np.arange(0, len(weights), SUM_BLOCK)
-    return np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
-
-
-def _locate(weights: F32, blocks: npt.NDArray[np.float64], target: float) -> int:
-    """The index, of a weight > 0, at which the running sum passes `target`.
-
-    `blocks` are the weights' `_block_sums`: the block is found first, then the place in it.
-    """
-    block = min(int(np.searchsorted(blocks, target, side="right")), len(blocks) - 1)
-    begin = block * SUM_BLOCK
-    inner = np.cumsum(weights[begin : begin + SUM_BLOCK], dtype=np.float64)
-    if block:
-        target -= blocks[block - 1]
-    index = begin + min(int(np.searchsorted(inner, target, side="right")), len(inner) - 1)
-    if weights[index] > 0:
-        return index
-    # Rounding led to the zeros behind the last weight of the block.
-    return int(np.flatnonzero(weights[: index + 1])[-1])
+    lift = (float(before.peak) - float(after.peak)) * float(after.scale)
+    if lift > MAX_LIFT:
+        return None
+    tokens = np.unique(edited.tokens)
+    blocks = tokens // SUM_BLOCK
+    had = np.bincount(blocks, before.weights(before.logits[tokens]), len(sums))
+    has = np.bincount(blocks, after.weights(edited.logits[tokens]), len(sums))
+    result = (sums - had) * math.exp(lift) + has
+    again = np.flatnonzero(had > 0.5 * sums)
+    result[again] = after.weights(edited.blocks[again]).sum(axis=1)
+    return result

@@ -68,6 +68,17 @@ class ScheduledRow:
         """More than the best token is asked of this row."""
         return self.is_scored or (self.is_last and not self.state.sampler.takes_best)
 
+    @property
+    def needs_logprobs(self) -> bool:
+        """How likely a token was is asked of this row."""
+        asked = self.is_last and self.state.request.sampling.logprobs is not None
+        return self.is_scored or asked
+
+    @property
+    def inverse_temperature(self) -> float | None:
+        """Of the sums that drawing from this row needs; None: none are needed."""
+        return self.state.sampler.inverse_temperature if self.is_last else None
+
 
 @dataclass(slots=True)
 class StepPlan:

@@ -12,6 +12,7 @@ The module is written as MLIR text around the lowered fragments:
                       (`LinearForm.shares_layers`), chunks of K layers are all one function,
                       @<entry>.layers.xK, which takes their weights as arguments too.
     @<entry>          the public function: inputs to every rank, embed, chunks in turn, head
+    @softmax_sums_bsN what sampling asks of the logits: `llama.softmax_sums`, on rank 0
 
 All-reduce: every rank's partial sum goes to every rank, which adds them in rank order. Ranks stay
 concurrent, and the sum does not depend on timing.
@@ -26,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Placement
+from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Function, Placement
 from shark_llm.export.fragments import DTYPES, FragmentTracer, RankFragments
 from shark_llm.export.linear import LinearLibrary
 from shark_llm.export.operations import RankOperations, symbol_of
@@ -34,8 +35,13 @@ from shark_llm.export.packed import LinearForm
 from shark_llm.export.page_attention import PageAttention
 from shark_llm.export.pages import PageReaders
 from shark_llm.export.prefill_attention import PrefillAttention
-from shark_llm.export.signatures import ExportSettings, cache_specs, entry_points
-from shark_llm.export.trace import FragmentLibrary, TensorType
+from shark_llm.export.signatures import (
+    ExportSettings,
+    cache_specs,
+    entry_points,
+    softmax_sums,
+)
+from shark_llm.export.trace import Fragment, FragmentLibrary, TensorType
 from shark_llm.export.writer import ArgumentDims, FunctionBody, Value, device_affinity
 from shark_llm.model.config import ModelConfig
 from shark_llm.model.llama import AttentionForm
@@ -84,6 +90,7 @@ def export_module(
     )
     entries = entry_points(settings, config.vocab_size)
     fragments = [[tracer.trace(entry, rank) for rank in ranks] for entry in entries]
+    sums = [(f, tracer.trace_sums(f)) for f in softmax_sums(settings, config.vocab_size)]
     lowered = library.lower()
     caches = cache_specs(config, settings, ranks)
     linears = LinearLibrary(
@@ -114,6 +121,7 @@ def export_module(
     functions: list[str] = []
     for entry, of_ranks in zip(entries, fragments, strict=True):
         functions += composer.entry_point(entry, of_ranks)
+    functions += [line for function, fragment in sums for line in _plain(function, fragment)]
     lines = [
         lowered.aliases + "module @model {",
         lowered.functions,
@@ -404,3 +412,22 @@ class _Composer:
             f"({', '.join(p.type.mlir() for p in parts)}) -> {whole.mlir()}"
         )
         return Value(name, whole, ())
+
+
+def _plain(function: Function, fragment: Fragment) -> list[str]:
+    """A public function that is one fragment, on rank 0."""
+    body = FunctionBody()
+    views = [f"%{spec.name}" for spec in function.inputs]
+    arguments = [
+        body.import_tensor(view, tensor, 0, ())
+        for view, tensor in zip(views, fragment.arguments, strict=True)
+    ]
+    (result,) = body.call(fragment, arguments, ((),))
+    view = body.export_tensor(result, 0)
+    parameters = ", ".join(f"{view}: !hal.buffer_view" for view in views)
+    return [
+        f"  util.func public @{function.name}({parameters}) -> !hal.buffer_view {{",
+        *body.lines,
+        f"    util.return {view} : !hal.buffer_view",
+        "  }",
+    ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shark_llm.artifacts.manifest import EntryPoint
+from shark_llm.artifacts.manifest import SUM_BLOCK, EntryPoint, Function
 from shark_llm.export.page_attention import walks_pages
 from shark_llm.export.trace import DynamicDim, Fragment, FragmentLibrary, TensorType
 from shark_llm.model import llama
@@ -174,4 +174,20 @@ class FragmentTracer:
                 (floats(n, config.hidden_size),),
             ),
             best=trace(f"{name}.best", llama.best, (floats(n, config.vocab_size),), (ints(n),)),
+        )
+
+    def trace_sums(self, function: Function) -> Fragment:
+        """`llama.softmax_sums`."""
+        n, vocab_size = function.batch_size, self.config.vocab_size
+        row = TensorType(shape=(n,), dtype=torch.float32)
+        blocks = -(-vocab_size // SUM_BLOCK)
+        return self.library.trace(
+            f"{function.name}.sums",
+            lambda *a: llama.softmax_sums(SUM_BLOCK, *a),
+            (
+                TensorType(shape=(n, vocab_size), dtype=torch.float32),
+                row.with_dtype(torch.int64),
+                row,
+            ),
+            (TensorType(shape=(n, blocks), dtype=torch.float32),),
         )

@@ -1,4 +1,4 @@
-"""Entry points as data: what the module's public functions take and return.
+"""Public functions as data: what those of the module take and return.
 
 Legend: N batch rows, S tokens of a row, T pages of a row's table, P pages of the pool,
 V vocabulary.
@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, TensorSpec
+from shark_llm.artifacts.manifest import (
+    SUM_BLOCK,
+    CacheSpec,
+    EntryPoint,
+    Function,
+    TensorSpec,
+)
 from shark_llm.errors import UsageError
 from shark_llm.model.config import ModelConfig
 from shark_llm.model.kv_cache import page_elements
@@ -71,6 +77,24 @@ def _entry_points(settings: ExportSettings, vocab_size: int) -> Iterator[EntryPo
                     ),
                 }
             )
+
+
+def softmax_sums(settings: ExportSettings, vocab_size: int) -> tuple[Function, ...]:
+    """One function for every batch size that an entry point has."""
+    sizes = {*settings.batch_sizes_prefill, *settings.batch_sizes_decode}
+    return tuple(
+        Function(
+            name=f"softmax_sums_bs{n}",
+            batch_size=n,
+            inputs=(
+                TensorSpec(name="logits", dtype="f32", shape=(n, vocab_size)),
+                TensorSpec(name="best_tokens", dtype="i64", shape=(n,)),
+                TensorSpec(name="inverse_temperatures", dtype="f32", shape=(n,)),
+            ),
+            results=(TensorSpec(name="sums", dtype="f32", shape=(n, -(-vocab_size // SUM_BLOCK))),),
+        )
+        for n in sorted(sizes)
+    )
 
 
 def cache_specs(

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from shark_llm.artifacts.irpa import DTYPE_BYTES
-from shark_llm.artifacts.manifest import EntryPoint, Manifest, TensorSpec
+from shark_llm.artifacts.manifest import Function, Manifest, TensorSpec
 
 
 def summarize(manifest: Manifest) -> dict[str, Any]:
@@ -42,6 +42,7 @@ def summarize(manifest: Manifest) -> dict[str, Any]:
         "max_model_len": manifest.max_model_len,
         "kv_bytes_per_token": kv_bytes_per_token(manifest),
         "entry_points": {entry.name: _signature(entry) for entry in manifest.entry_points},
+        "softmax_sums": {sums.name: _signature(sums) for sums in manifest.softmax_sums},
         "target": {
             "name": target.name,
             "driver": target.driver,
@@ -118,9 +119,11 @@ def _plan_text(plan: dict[str, int]) -> str:
     return ", ".join(f"{count} parameters {kind}" for kind, count in plan.items())
 
 
-def _signature(entry: EntryPoint) -> str:
+def _signature(function: Function) -> str:
     """`(tokens 1xseqxi64, ...) -> (logits 1x256xf32)`, caches left out."""
-    inputs, results = (", ".join(map(_tensor, specs)) for specs in (entry.inputs, entry.results))
+    inputs, results = (
+        ", ".join(map(_tensor, specs)) for specs in (function.inputs, function.results)
+    )
     return f"({inputs}) -> ({results})"
 
 

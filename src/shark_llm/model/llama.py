@@ -33,6 +33,9 @@ from shark_llm.model.kv_cache import (
 )
 from shark_llm.model.rope import attention_scaling, cos_sin, rotate, turn_fractions
 
+SUM_LANES = 8
+"""Sums that `softmax_sums` keeps side by side."""
+
 Phase = Literal["prefill", "decode"]
 AttentionForm = Literal["matmul", "fused"]
 
@@ -276,6 +279,27 @@ def best(logits: torch.Tensor) -> torch.Tensor:
     tokens = torch.arange(vocab_size, dtype=torch.int32)
     none = torch.full((), vocab_size, dtype=torch.int32)
     return torch.where(is_best, tokens, none).amin(1).to(torch.int64)
+
+
+def softmax_sums(
+    block: int, logits: torch.Tensor, best: torch.Tensor, inverse_temperatures: torch.Tensor
+) -> torch.Tensor:
+    """Of every `block` logits the sum of exp((logit - the row's best) / temperature).
+
+    logits (N, V) f32, `best` tokens (N,) i64, (N,) f32 -> (N, ceil(V / block)) f32. Of a row that
+    has no best token they mean nothing.
+    """
+    n, vocab_size = logits.shape
+    token = torch.clamp(best, max=vocab_size - 1)
+    peaks = logits.gather(1, token[:, None])
+    blocks = -(-vocab_size // block)
+    padding = blocks * block - vocab_size
+    if padding:
+        logits = torch.nn.functional.pad(logits, (0, padding), value=float("-inf"))
+    # The lanes of a vector are added up last: across them is where a sum is slow.
+    lanes = logits.reshape(n, blocks, block // SUM_LANES, SUM_LANES)
+    peaks, scale = peaks[:, :, None, None], inverse_temperatures[:, None, None, None]
+    return torch.exp((lanes - peaks) * scale).sum(2).sum(2)
 
 
 def add_partials(hidden: torch.Tensor, *partials: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from shark_llm.artifacts.bundle import Bundle
 from shark_llm.artifacts.cpu import missing_cpu_features
-from shark_llm.artifacts.manifest import CacheSpec, EntryPoint, Manifest
+from shark_llm.artifacts.manifest import SUM_BLOCK, CacheSpec, EntryPoint, Manifest
 from shark_llm.errors import ArtifactError, CapacityError, DeviceError, UsageError
 from shark_llm.runtime.devices import CPU_DRIVERS, DTYPES, DeviceConfig, DeviceSet
 from shark_llm.runtime.memory import available_bytes
@@ -63,7 +63,9 @@ class IreeRunner:
         self._context = context
         self._functions = functions
         self._caches = caches
+        self._sums = {sums.batch_size: sums for sums in manifest.softmax_sums}
         self._logits: Any = None
+        self._best: Any = None
         self._steps = 0
 
     def run(self, phase: Phase, rows: Sequence[Row]) -> StepOutput:
@@ -76,25 +78,21 @@ class IreeRunner:
         for cache in self._caches:
             arguments.push_ref(cache)
         results = rt.VmVariantList(len(entry.results) + len(self._caches))
-        began = time.perf_counter()
-        try:
-            with self._devices.given_way():
-                self._context.invoke(self._functions[entry.name], arguments, results)
-        finally:
-            self.device_seconds += time.perf_counter() - began
-        self._logits, best = (results.get_as_object(i, rt.HalBufferView) for i in range(2))
+        self._invoke(entry.name, arguments, results)
+        self._logits, self._best = (results.get_as_object(i, rt.HalBufferView) for i in range(2))
         # The other results are the caches, updated in place: the same memory. Were one a copy, the
         # step would be slow, but the next one would still see what this one wrote.
         self._caches = [
             results.get_as_object(len(entry.results) + i, rt.HalBufferView)
             for i in range(len(self._caches))
         ]
-        best_tokens = self._devices.download(0, best, (entry.batch_size,), "i64")
+        best_tokens = self._devices.download(0, self._best, (entry.batch_size,), "i64")
         self._steps += 1
         return StepOutput(
             best_tokens=best_tokens[: len(rows)],
             # By way of this runner, which lets go of the logits before it closes the devices.
             read_logits=partial(self._read_logits, self._steps, entry.batch_size, len(rows)),
+            read_sums=partial(self._read_sums, self._steps, entry.batch_size),
         )
 
     def _read_logits(self, step: int, batch_size: int, count: int) -> npt.NDArray[np.float32]:
@@ -102,6 +100,33 @@ class IreeRunner:
         assert self._logits is not None, "the runner is closed"
         shape = (batch_size, self.vocab_size)
         return self._devices.download(0, self._logits, shape, "f32")[:count]
+
+    def _read_sums(
+        self, step: int, batch_size: int, inverse_temperatures: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        assert step == self._steps, "the logits of an earlier step"
+        assert self._logits is not None, "the runner is closed"
+        count = len(inverse_temperatures)
+        sums = self._sums[batch_size]
+        scales = np.ones(batch_size, np.float32)
+        scales[:count] = inverse_temperatures
+        arguments = rt.VmVariantList(len(sums.inputs))
+        for view in (self._logits, self._best, self._devices.upload(0, scales, "f32")):
+            arguments.push_ref(view)
+        results = rt.VmVariantList(len(sums.results))
+        self._invoke(sums.name, arguments, results)
+        view = results.get_as_object(0, rt.HalBufferView)
+        blocks = -(-self.vocab_size // SUM_BLOCK)
+        # A copy: a step may ask twice, at other temperatures.
+        return self._devices.download(0, view, (batch_size, blocks), "f32")[:count].copy()
+
+    def _invoke(self, name: str, arguments: Any, results: Any) -> None:
+        began = time.perf_counter()
+        try:
+            with self._devices.given_way():
+                self._context.invoke(self._functions[name], arguments, results)
+        finally:
+            self.device_seconds += time.perf_counter() - began
 
     def forward(self, phase: Phase, rows: Sequence[Row]) -> npt.NDArray[np.float32]:
         """One step: logits (B, V) f32 after each row's last token."""
@@ -121,7 +146,7 @@ class IreeRunner:
 
     def close(self) -> None:
         """Free everything, results and views before functions, context and devices."""
-        self._logits = None
+        self._logits = self._best = None
         self._caches.clear()
         self._functions.clear()
         self._context = None
@@ -280,7 +305,10 @@ def _load_module(bundle: Bundle, devices: DeviceSet) -> tuple[Any, dict[str, Any
         hal = rt.create_hal_module(instance, devices=devices.devices)
         module = rt.VmModule.wrap_buffer(instance, _mapped(bundle.module), close_buffer=True)
         context = rt.VmContext(instance, [parameters, hal, module])
-        functions = {e.name: module.lookup_function(e.name) for e in manifest.entry_points}
+        functions = {
+            f.name: module.lookup_function(f.name)
+            for f in (*manifest.entry_points, *manifest.softmax_sums)
+        }
     except (RuntimeError, ValueError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise ArtifactError(
@@ -294,7 +322,7 @@ def _load_module(bundle: Bundle, devices: DeviceSet) -> tuple[Any, dict[str, Any
     missing = [name for name, function in functions.items() if function is None]
     if missing:
         raise ArtifactError(
-            f"{bundle.module} has no entry point {missing[0]}, which its manifest names: rebuild "
+            f"{bundle.module} has no function {missing[0]}, which its manifest names: rebuild "
             "the bundle"
         )
     return context, functions

@@ -39,6 +39,9 @@ class StepOutput:
     finite highest logit: nothing can be chosen from it."""
     read_logits: Callable[[], npt.NDArray[np.float32]]
     """Fetch (B, V) f32, the logits after each row's last token, from the device."""
+    read_sums: Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+    """Given 1 / temperature of each row (B,) f32, have the device add up exp((logit - the row's
+    best) / temperature) over each `SUM_BLOCK` tokens, and fetch (B, ceil(V / SUM_BLOCK)) f32."""
 
 
 class ModelRunner(Protocol):
