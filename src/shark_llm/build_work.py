@@ -130,6 +130,7 @@ class BuildWork:
             plan.target.linear_form,
         )
         assert exported.entry_points == self.expected.entry_points
+        assert exported.softmax_sums == self.expected.softmax_sums
         assert exported.caches == self.expected.caches
         source.write_text(exported.mlir)
         return _module_key(exported.mlir, plan.flags)

@@ -63,6 +63,7 @@ class ExportedModule:
 
     mlir: str
     entry_points: tuple[EntryPoint, ...]
+    softmax_sums: tuple[Function, ...]
     caches: tuple[CacheSpec, ...]
 
 
@@ -90,7 +91,8 @@ def export_module(
     )
     entries = entry_points(settings, config.vocab_size)
     fragments = [[tracer.trace(entry, rank) for rank in ranks] for entry in entries]
-    sums = [(f, tracer.trace_sums(f)) for f in softmax_sums(settings, config.vocab_size)]
+    sums = softmax_sums(settings, config.vocab_size)
+    sum_fragments = [tracer.trace_sums(function) for function in sums]
     lowered = library.lower()
     caches = cache_specs(config, settings, ranks)
     linears = LinearLibrary(
@@ -121,7 +123,8 @@ def export_module(
     functions: list[str] = []
     for entry, of_ranks in zip(entries, fragments, strict=True):
         functions += composer.entry_point(entry, of_ranks)
-    functions += [line for function, fragment in sums for line in _plain(function, fragment)]
+    for function, fragment in zip(sums, sum_fragments, strict=True):
+        functions += _plain(function, fragment)
     lines = [
         lowered.aliases + "module @model {",
         lowered.functions,
@@ -135,7 +138,9 @@ def export_module(
         "",
         lowered.resources,
     ]
-    return ExportedModule(mlir="\n".join(lines), entry_points=entries, caches=caches)
+    return ExportedModule(
+        mlir="\n".join(lines), entry_points=entries, softmax_sums=sums, caches=caches
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
