@@ -1,4 +1,4 @@
-"""scripts/bench: measure this project beside llama.cpp on this machine, and keep what came out."""
+"""scripts/bench: measure this project beside its peers on this machine, and keep what came out."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from benchmarks import (
     page,
     peers,
     results,
+    revisions,
     serving,
     shard,
     sharing,
@@ -29,6 +30,7 @@ from benchmarks.results import BENCHMARKS, Result, Timing
 from benchmarks.servers import ServerError
 from benchmarks.steps import Setup, Shape
 from benchmarks.worker import WorkerError
+from shark_llm.errors import UsageError
 
 STANDARD = ("decode", "prefill", "context", "serve")
 RESULTS = peers.CACHE / "results"
@@ -90,6 +92,9 @@ def _add_options(command: argparse.ArgumentParser, name: str) -> None:
         add("--concurrency", type=_positive, nargs="+", default=[1, 4], help="streams")
     if name in ("serve", "start"):
         add("--llama-server", action="store_true", help="also measure llama-server (builds it)")
+    if name in ("decode", "prefill", "context"):
+        text = "another commit of this project, measured in place of the peers"
+        add("--against", metavar="COMMIT", help=text)
     if name in ("decode", "prefill", "serve"):
         add("--openvino", action="store_true", help="also measure OpenVINO GenAI (installs it)")
 
@@ -121,6 +126,9 @@ def measure(options: argparse.Namespace, given: str) -> Path:
     if options.benchmark == "build":
         extra["timings"] = builds.measure(options.dtype, options.cores, options.rounds)
     else:
+        against = getattr(options, "against", None)
+        if against is not None and getattr(options, "openvino", False):
+            raise UsageError("--against leaves no room for --openvino: give one of them")
         setup = Setup(
             bundle=options.bundle or peers.bundle(options.dtype),
             dtype=options.dtype,
@@ -128,6 +136,7 @@ def measure(options: argparse.Namespace, given: str) -> Path:
             rounds=options.rounds,
             steps=getattr(options, "steps", 1),
             openvino=getattr(options, "openvino", False),
+            against=None if against is None else revisions.check_out(against),
         )
         if options.benchmark in ("serve", "start"):
             extra, found = _measure_servers(setup, options)

@@ -1,4 +1,5 @@
-"""docs/performance.md: written by hand, with tables of docs/performance/*.json between markers."""
+"""docs/performance.md: written by hand, with tables and plots of docs/performance/*.json between
+markers."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks import results, tables
+from benchmarks import plots, results, tables
 from benchmarks.peers import ROOT
-from benchmarks.results import BENCHMARKS, Result
+from benchmarks.results import BENCHMARKS, OURS, Result
 from shark_llm.errors import UsageError
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -17,9 +18,14 @@ BEGIN, END = "<!-- results: written by scripts/bench render -->", "<!-- end of r
 
 
 def keep(paths: Iterable[Path]) -> None:
-    """Copy results to docs/performance, named for benchmark and precision."""
+    """Copy results to docs/performance, named for benchmark and precision.
+
+    Raises UsageError for one that compares two commits: its command means something else tomorrow.
+    """
     for path in paths:
         result = results.read(path)
+        if any(peer.startswith(OURS) for case in result.steps for peer in case.peers):
+            raise UsageError(f"{path} compares two commits; the page has only peers: give another")
         KEPT.mkdir(parents=True, exist_ok=True)
         target = KEPT / f"{result.benchmark}-{result.dtype}.json"
         shutil.copyfile(path, target)
@@ -33,10 +39,15 @@ def render(text: str, kept: Iterable[Result]) -> str:
     """
     order = list(BENCHMARKS)
     ordered = sorted(kept, key=lambda result: (result.dtype, order.index(result.benchmark)))
-    sections = [
-        f"### {r.benchmark.capitalize()}, {r.dtype}\n\n{tables.section(r)}" for r in ordered
-    ]
-    return between(text, BEGIN, END, "\n".join(sections))
+    return between(text, BEGIN, END, "\n".join(map(_section, ordered)))
+
+
+def _section(result: Result) -> str:
+    parts = [f"### {result.benchmark.capitalize()}, {result.dtype}", tables.section(result)]
+    if (plot := plots.name(result)) is not None:
+        what = f"{result.benchmark}, {result.dtype}: tokens per second of each side"
+        parts.insert(1, f"![{what}]({KEPT.name}/{plot})")
+    return "\n\n".join(parts)
 
 
 def between(text: str, begin: str, end: str, body: str) -> str:
@@ -51,12 +62,14 @@ def between(text: str, begin: str, end: str, body: str) -> str:
     return f"{before}{begin}\n\n{body}\n{end}{after}"
 
 
-def kept_results() -> list[Result]:
-    """Those of docs/performance."""
-    return [results.read(path) for path in KEPT.glob("*.json")]
+def kept_results() -> dict[Path, Result]:
+    """Those of docs/performance, and the files of their samples."""
+    return {path: results.read(path) for path in sorted(KEPT.glob("*.json"))}
 
 
 def write() -> None:
-    """Make the page's tables anew."""
-    PAGE.write_text(render(PAGE.read_text(), kept_results()))
+    """Make the page's tables and plots anew."""
+    kept = kept_results()
+    PAGE.write_text(render(PAGE.read_text(), kept.values()))
+    plots.draw(kept.items())
     print(f"bench: wrote {PAGE.relative_to(ROOT)}")

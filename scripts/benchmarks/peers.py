@@ -12,12 +12,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import model as demo_model  # scripts/model.py: fetches the model that everything here uses
 from filelock import FileLock
 
-from benchmarks.worker import Worker
+from benchmarks.worker import Worker, environment
 from shark_llm.artifacts.cpu import host_cpu_features
 from shark_llm.artifacts.manifest import Manifest
 from shark_llm.errors import UsageError
@@ -130,12 +131,21 @@ def bundle(dtype: str) -> Path:
     demo_model.fetch()
     path = CACHE / "bundles" / dtype
     print(f"bench: shark-compile --dtype {dtype}", flush=True)
-    command = compile_command(dtype, path, CACHE / "dev" / dtype)
-    command += ["--batch-sizes-decode", *map(str, DECODE_BATCHES)]
-    code = subprocess.run(command, cwd=ROOT).returncode
+    compile_bundle(bench_command(dtype, path, CACHE / "dev" / dtype))
+    return path
+
+
+def bench_command(dtype: str, bundle_dir: Path, dev_dir: Path) -> list[str]:
+    """`compile_command`, for all batches that are measured."""
+    command = compile_command(dtype, bundle_dir, dev_dir)
+    return [*command, "--batch-sizes-decode", *map(str, DECODE_BATCHES)]
+
+
+def compile_bundle(command: list[str], *, paths: Sequence[Path] = ()) -> None:
+    """Run shark-compile; modules are looked for in `paths` before those that are installed."""
+    code = subprocess.run(command, cwd=ROOT, env=environment(paths)).returncode
     if code != 0:
         raise PeerError(f"shark-compile ended with exit code {code}; its message is above")
-    return path
 
 
 def compile_command(dtype: str, bundle_dir: Path, dev_dir: Path) -> list[str]:
@@ -156,10 +166,10 @@ def check_dtype(manifest: Manifest, asked: str) -> None:
         raise UsageError(f"the bundle is in {bundle_dtype}, --dtype is {asked}: they must be equal")
 
 
-def run(command: list[str], log: Path, **environment: str) -> None:
+def run(command: list[str], log: Path, **variables: str) -> None:
     with log.open("ab") as output:
         code = subprocess.run(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **variables}
         ).returncode
     if code != 0:
         lines = log.read_text(errors="replace").splitlines()[-15:]

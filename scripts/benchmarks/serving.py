@@ -70,9 +70,8 @@ def measure(
                 )
                 running.append(OpenVinoSide(worker, said))
                 versions["openvino-genai"] = said["version"]
-            bare = stack.enter_context(
-                steps.open_ours(setup, manifest, _module_shapes(traffic, manifest), cpus)
-            )
+            tokens = steps.kv_cache_tokens(setup, manifest, _module_shapes(traffic, manifest))
+            bare = steps.open_shark(stack, setup.device, setup.bundle, tokens, cpus)
             for streams in traffic.concurrency:
                 case = _case(setup, traffic, manifest, streams, cpus, running, bare)
                 cases.append(case)

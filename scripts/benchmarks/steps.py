@@ -1,6 +1,7 @@
-"""decode, prefill and context: one step of the loaded model, this project and llama.cpp in turn.
+"""decode, prefill and context: one step of the loaded model, this project and its peers in turn.
 
-Both sides, and the memory bandwidth, live in processes of their own on the same cores. A round is
+The peers are llama.cpp, and OpenVINO if asked for; or another commit of this project alone. All
+sides, and the memory bandwidth, live in processes of their own on the same cores. A round is
 ours, theirs, the memory; rounds follow each other, so that all sides see the same weather.
 """
 
@@ -15,8 +16,9 @@ from pathlib import Path
 
 from benchmarks import machine, peers
 from benchmarks.results import OPENVINO, OURS, PEER, Bandwidth, Round, Series, StepCase
+from benchmarks.revisions import Revision
 from benchmarks.sides import openvino
-from benchmarks.worker import Worker
+from benchmarks.worker import SCRIPTS, Worker
 from shark_llm.artifacts.bundle import open_bundle
 from shark_llm.artifacts.irpa import DTYPE_BYTES, ArchiveReader
 from shark_llm.artifacts.manifest import CacheSpec, Manifest
@@ -50,6 +52,8 @@ class Setup:
     """Counted steps of a round."""
     openvino: bool = False
     """Whether OpenVINO GenAI takes part."""
+    against: Revision | None = None
+    """The only peer, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,28 +68,28 @@ def measure(setup: Setup, shapes: Sequence[Shape], cores: Sequence[int]) -> Meas
     manifest = open_bundle(setup.bundle).manifest
     check(manifest, setup, shapes)
     pinned = {count: machine.choose_cpus(count) for count in cores}
-    python, gguf, library = peers.llama_cpp(), peers.gguf(setup.dtype), peers.triad_library()
+    library = peers.triad_library()
     weights = weight_bytes(setup.bundle, manifest)
     cases: list[StepCase] = []
     bandwidth: list[Bandwidth] = []
     versions: dict[str, str] = {}
     for count, cpus in pinned.items():
         with ExitStack() as stack:
-            ours = stack.enter_context(open_ours(setup, manifest, shapes, cpus))
-            theirs = stack.enter_context(Worker("llama_worker", python=python, cpus=cpus))
-            kv_dtype = KV_DTYPES[setup.dtype]
-            opened = theirs.call("open", model=str(gguf), threads=count, kv_dtype=kv_dtype)
-            versions["llama-cpp-python"] = opened["version"]
-            versions["llama.cpp built with"] = opened["build"]
-            sides = {OURS: ours, PEER: theirs}
-            if setup.openvino:
-                tokens = kv_cache_tokens(setup, manifest, shapes)
-                sides[OPENVINO], said = stack.enter_context(
-                    openvino(setup.dtype, cpus, kv_cache_tokens=tokens, step_tokens=tokens)
+            tokens = kv_cache_tokens(setup, manifest, shapes)
+            sides = {OURS: open_shark(stack, setup.device, setup.bundle, tokens, cpus)}
+            if setup.against is not None:
+                sides[setup.against.side] = open_shark(
+                    stack,
+                    setup.device,
+                    setup.against.bundle(setup.dtype),
+                    tokens,
+                    cpus,
+                    paths=setup.against.paths,
                 )
-                versions[f"{OPENVINO}, {count} {'core' if count == 1 else 'cores'}"] = (
-                    f"{said['version']}, {said['form']}"
-                )
+            else:
+                found, said = open_peers(stack, setup, tokens, cpus)
+                sides |= found
+                versions |= said
             memory = stack.enter_context(open_memory(library, cpus))
             speeds: list[dict[str, float]] = []
             for shape in shapes:
@@ -109,8 +113,9 @@ def measure(setup: Setup, shapes: Sequence[Shape], cores: Sequence[int]) -> Meas
                     flush=True,
                 )
             bandwidth.append(to_bandwidth(count, speeds))
-            ours.call("close")
-            theirs.call("close")
+            for name, side in sides.items():
+                if name != OPENVINO:  # which closes as its context ends
+                    side.call("close")
     return Measured(cases=cases, bandwidth=bandwidth, versions=versions)
 
 
@@ -138,18 +143,43 @@ def run_case(
     return [Series(side=name, detail=details[name], rounds=rounds[name]) for name in sides]
 
 
-def open_ours(
-    setup: Setup, manifest: Manifest, shapes: Sequence[Shape], cpus: Sequence[int]
+def open_shark(
+    stack: ExitStack,
+    device: str,
+    bundle: Path,
+    kv_cache_tokens: int,
+    cpus: Sequence[int],
+    *,
+    paths: Sequence[Path] = (SCRIPTS,),
 ) -> Worker:
-    """Our side, loaded, with a KV cache for the largest of `shapes`."""
-    worker = Worker("shark_worker", python=Path(sys.executable), cpus=cpus)
-    worker.call(
-        "open",
-        bundle=str(setup.bundle),
-        device=setup.device,
-        kv_cache_tokens=kv_cache_tokens(setup, manifest, shapes),
-    )
+    """A bundle loaded by the code of `paths`, or else by our own."""
+    python = Path(sys.executable)
+    worker = stack.enter_context(Worker("shark_worker", python=python, cpus=cpus, paths=paths))
+    worker.call("open", bundle=str(bundle), device=device, kv_cache_tokens=kv_cache_tokens)
     return worker
+
+
+def open_peers(
+    stack: ExitStack, setup: Setup, kv_cache_tokens: int, cpus: Sequence[int]
+) -> tuple[dict[str, Worker], dict[str, str]]:
+    """The peers that take part, loaded, and their versions."""
+    python, gguf = peers.llama_cpp(), peers.gguf(setup.dtype)
+    llama = stack.enter_context(Worker("llama_worker", python=python, cpus=cpus))
+    kv_dtype = KV_DTYPES[setup.dtype]
+    opened = llama.call("open", model=str(gguf), threads=len(cpus), kv_dtype=kv_dtype)
+    sides = {PEER: llama}
+    versions = {
+        "llama-cpp-python": opened["version"],
+        "llama.cpp built with": opened["build"],
+    }
+    if setup.openvino:
+        tokens = kv_cache_tokens
+        sides[OPENVINO], said = stack.enter_context(
+            openvino(setup.dtype, cpus, kv_cache_tokens=tokens, step_tokens=tokens)
+        )
+        where = f"{len(cpus)} {'core' if len(cpus) == 1 else 'cores'}"
+        versions[f"{OPENVINO}, {where}"] = f"{said['version']}, {said['form']}"
+    return sides, versions
 
 
 def kv_cache_tokens(setup: Setup, manifest: Manifest, shapes: Sequence[Shape]) -> int:

@@ -37,10 +37,25 @@ def on_cpus(cpus: Iterable[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-class Worker:
-    """The parent's end. `python` runs the module `benchmarks.<module>` on the CPUs `cpus` only."""
+def environment(paths: Sequence[Path]) -> dict[str, str]:
+    """This process's, with the modules of `paths` before those that are installed."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
 
-    def __init__(self, module: str, *, python: Path, cpus: Sequence[int]) -> None:
+
+class Worker:
+    """The parent's end. `python` runs the module `benchmarks.<module>` on the CPUs `cpus` only.
+
+    It looks for modules in `paths` first.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        python: Path,
+        cpus: Sequence[int],
+        paths: Sequence[Path] = (SCRIPTS,),
+    ) -> None:
         self.module = module
         with on_cpus(cpus):
             self._process = subprocess.Popen(
@@ -48,7 +63,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
+                env=environment(paths),
             )
 
     @property

@@ -14,6 +14,7 @@ from benchmark_samples import (
     a_serve_case,
     command,
     page,
+    plots,
     results,
     tables,
 )
@@ -143,9 +144,15 @@ def test_timings_are_columns() -> None:
 
 
 def test_the_page_is_fresh() -> None:
-    """docs/performance.md holds what `scripts/bench render` writes."""
+    """docs/performance.md and its plots hold what `scripts/bench render` writes."""
     text = page.PAGE.read_text()
-    assert page.render(text, page.kept_results()) == text
+    kept = page.kept_results()
+    assert page.render(text, kept.values()) == text
+    drawn = {path.name for path in page.KEPT.glob("*.svg")}
+    assert drawn == {name for result in kept.values() if (name := plots.name(result)) is not None}
+    for path, result in kept.items():
+        if (name := plots.name(result)) is not None:
+            assert plots.digest(path) in (page.KEPT / name).read_text(), f"{name} is of old samples"
 
 
 def test_kept_results_have_the_names_that_keeping_gives_them() -> None:
