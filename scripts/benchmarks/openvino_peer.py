@@ -27,12 +27,14 @@ PACKAGES = (
     "requests==2.34.2",
 )
 CONVERTER = ("optimum==2.3.0", "optimum-intel==2.2.0")
-WEIGHT_FORMATS = {"bf16": "fp16", "f16": "fp16", "f32": "fp32"}
-"""How the weights are kept: optimum-intel writes no bf16, and f16 is as wide."""
+WEIGHT_FORMATS = {"bf16": "fp16", "f16": "fp16", "f32": "fp32", "int8": "int8"}
+"""How the weights are kept: optimum-intel writes no bf16, and f16 is as wide; int8 is, as ours, of
+the matrices alone, with a scale for each output channel."""
 FORMS = {
     "bf16": (("bf16", "bf16"), ("f32", "f32")),
     "f16": (("f16", "f16"), ("f32", "f32")),
     "f32": (("f32", "f32"),),
+    "int8": (("bf16", "bf16"), ("f32", "f32")),
 }
 """What it may compute in, and keep keys and values in, which by default are 8 bits wide. A CPU
 without instructions for bf16 takes f32 alone."""
@@ -90,5 +92,6 @@ def _export(directory: Path, dtype: str) -> None:
     from shark_llm.checkpoint.export_hf import export_hf
 
     demo_model.fetch()
-    dtypes = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-    export_hf(open_checkpoint(demo_model.MODEL), directory, dtype=dtypes[dtype])
+    dtypes = {"f16": torch.float16, "f32": torch.float32}
+    wanted = dtypes.get(dtype, torch.bfloat16)
+    export_hf(open_checkpoint(demo_model.MODEL), directory, dtype=wanted)
