@@ -68,7 +68,7 @@ def check_out(asked: str) -> Revision:
         staged = root.with_name(f"{root.name}.part")
         shutil.rmtree(staged, ignore_errors=True)
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-            files.extractall(staged, filter="data")
+            peers.unpack(files, staged)
         staged.rename(root)
     theirs, ours = (
         set(_DECISIVE.findall((tree / "constraints.txt").read_text()))
