@@ -4,7 +4,8 @@
 
 The text is Python's own reference manual as the standard library carries it (`pydoc_data.topics`),
 cut into windows of 512 tokens. The judge is transformers in f32 on the checkpoint's weights; the
-rows after it are transformers on weights that went through what a bundle stores, and, where the
+rows after it are transformers on weights that went through what a bundle stores, once with
+activations rounded as CPUs with AVX2 do, and, where the
 Python package llama-cpp-python is there, llama.cpp on the same model as q8_0, for which it rounds
 activations to 8 bits too. DIR is a Hugging Face directory; without it the model of scripts/model.py
 is taken, whose weights were on the grid of Q4_1 before.
@@ -32,6 +33,7 @@ from tokenizers import Tokenizer
 
 from shark_llm.checkpoint.export_hf import export_hf
 from shark_llm.checkpoint.gguf import GgufCheckpoint
+from shark_llm.model import llama
 from shark_llm.sharding.quantize import dequantize, quantize
 
 WINDOW = 512
@@ -77,12 +79,13 @@ def main() -> None:
         judged = [judge(ids) for ids in windows]
         print("| weights | perplexity | same first choice | mean KL |\n|---|---|---|---|")
         print(_score(judged, judged, windows).row("f32"), flush=True)
-        for name, stored in (
-            ("bf16", lambda weight: weight.to(torch.bfloat16).float()),
-            ("bf16 with int8 weights", _as_int8),
+        for name, stored, rounds in (
+            ("bf16", lambda weight: weight.to(torch.bfloat16).float(), False),
+            ("bf16 with int8 weights", _as_int8, False),
+            ("bf16 with int8 weights and activations", _as_int8, True),
         ):
             gc.collect()
-            found = map(_transformers(directory, stored), windows)
+            found = map(_transformers(directory, stored, round_rows=rounds), windows)
             print(_score(found, judged, windows).row(name), flush=True)
         if arguments.model is None and (peer := _llama_cpp(Path(room, "q8_0.gguf"))) is not None:
             print(_score(map(peer, windows), judged, windows).row("llama.cpp q8_0"))
@@ -101,12 +104,18 @@ def _windows(directory: Path, count: int) -> Iterator[list[int]]:
         yield ids[start : start + WINDOW]
 
 
-def _transformers(directory: Path, stored: Callable[[torch.Tensor], torch.Tensor]) -> Logits:
-    """transformers in f32; `stored` is what becomes of each weight."""
+def _transformers(
+    directory: Path, stored: Callable[[torch.Tensor], torch.Tensor], *, round_rows: bool = False
+) -> Logits:
+    """transformers in f32; `stored` is what becomes of each weight, and `round_rows` rounds what
+    every product takes."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(stored(weight))
+    for module in model.modules() if round_rows else ():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(_rounded)
 
     @torch.no_grad()
     def logits(ids: list[int]) -> torch.Tensor:
@@ -114,6 +123,11 @@ def _transformers(directory: Path, stored: Callable[[torch.Tensor], torch.Tensor
         return found
 
     return logits
+
+
+def _rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    (x,) = inputs
+    return (llama.round_rows(x.reshape(-1, x.shape[-1])).reshape(x.shape),)
 
 
 def _as_int8(weight: torch.Tensor) -> torch.Tensor:

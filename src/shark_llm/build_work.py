@@ -184,7 +184,7 @@ class BuildWork:
                     TORCH_DTYPES[manifest.dtype],
                     quantized=manifest.weights_dtype is not None,
                 ),
-                narrow_operands=plan.target.linear_form.form == "plain",
+                form=plan.target.linear_form,
             )
             stage.note = f"largest error {report.max_abs_error:.2g}"
             return report

@@ -16,6 +16,7 @@ from shark_llm.artifacts.manifest import GoldenReport, Manifest
 if TYPE_CHECKING:
     import torch
 
+    from shark_llm.export.packed import LinearForm
     from shark_llm.model.config import ModelConfig
 
 # The weights twice, as the module's and the eager model's own, and what both compute.
@@ -59,7 +60,7 @@ def run_golden(
     config: ModelConfig,
     parameters: Mapping[str, torch.Tensor],
     *,
-    narrow_operands: bool,
+    form: LinearForm,
 ) -> GoldenReport:
     """Load the bundle as the server will and compare it with the eager model of `parameters`.
 
@@ -73,24 +74,24 @@ def run_golden(
     tokens = (golden_pages(manifest) - 1) * manifest.page_size
     runner = load_runner(bundle, DeviceConfig(driver="local-task"), tokens)
     try:
-        return check_golden(runner, manifest, config, parameters, narrow_operands=narrow_operands)
+        return check_golden(runner, manifest, config, parameters, form=form)
     finally:
         runner.close()
 
 
 def run_golden_of_bundle(bundle: Bundle) -> GoldenReport:
     """The same for a published bundle, whose weights are read back from its own archives."""
-    from shark_llm.compile.targets import HOST, compiler_tiles, get_target
+    from shark_llm.compile.targets import linear_form
     from shark_llm.model.config import config_from_dict
 
     manifest = bundle.manifest
-    if manifest.target.name == HOST:  # of the machine that built it
-        quantized = manifest.weights_dtype is not None
-        narrow = compiler_tiles(manifest.target.cpu_features, quantized=quantized)
-    else:
-        narrow = get_target(manifest.target.name).linear_form.form == "plain"
+    form = linear_form(
+        manifest.target.name,
+        manifest.target.cpu_features,
+        quantized=manifest.weights_dtype is not None,
+    )
     config = config_from_dict(manifest.config)
-    return run_golden(bundle, config, _stored_parameters(bundle, config), narrow_operands=narrow)
+    return run_golden(bundle, config, _stored_parameters(bundle, config), form=form)
 
 
 def _stored_parameters(bundle: Bundle, config: ModelConfig) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from shark_llm.artifacts.bundle import Bundle
 from shark_llm.artifacts.irpa import ArchiveReader
 from shark_llm.artifacts.manifest import GoldenReport
 from shark_llm.checkpoint.open import open_checkpoint
+from shark_llm.compile.targets import get_target
 from shark_llm.errors import VerificationError
 from shark_llm.golden import check_golden, golden_pages, read_parameters
 from shark_llm.sharding.apply import TORCH_DTYPES
@@ -32,7 +33,13 @@ def check(bundle: Bundle, checkpoint_dir: Path, *, corrupt: str | None = None) -
         parameters[corrupt].view(-1)[5] += 2.0
     tokens = (golden_pages(manifest) - 1) * manifest.page_size
     with running(bundle, tokens=tokens) as runner:
-        return check_golden(runner, manifest, checkpoint.config, parameters, narrow_operands=False)
+        return check_golden(
+            runner,
+            manifest,
+            checkpoint.config,
+            parameters,
+            form=get_target("host", quantized=quantized).linear_form,
+        )
 
 
 @pytest.mark.parametrize("name", ["t0", "wide", "tp2", "tp3", "tp8", "int8", "int8_tp3"])

@@ -12,11 +12,13 @@ import iree.runtime as rt
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from shark_llm.compile.compiler import run_compiler
 from shark_llm.compile.targets import get_target
 from shark_llm.export.linear import LinearLibrary
 from shark_llm.export.packed import LinearForm
+from shark_llm.model import llama
 
 DTYPES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 # Of one row 6, 5, 4 or 2 tiles of 16 side by side, or not (7 tiles, one); the last are not filled.
@@ -72,6 +74,8 @@ def wrapper(
         ("bf16", "plain", False, 1, 24),
         ("bf16", "packed", True, 1, 24),
         ("bf16", "packed", True, 8, 24),
+        ("bf16", "packed", True, 8, 32),
+        ("f32", "packed", True, 8, 288),
         ("bf16", "plain", True, 1, 24),
     ],
 )
@@ -116,6 +120,8 @@ def test_products_equal_numpy(
         operands = [weight, *[scale] * quantized, *[bias_row] * bias]
         # The plain form narrows the activations too.
         read = x.astype(DTYPES[dtype]) if form == "plain" else x
+        if quantized and min_rows > 1:  # rounded, if there are whole groups
+            read = llama.round_rows(torch.from_numpy(x)).numpy()
         wanted = read.astype(np.float64) @ weight.astype(np.float64).T
         wanted = wanted * scale if quantized else wanted
         wanted = wanted + bias_row if bias else wanted
@@ -123,10 +129,36 @@ def test_products_equal_numpy(
         assert np.abs(found - wanted).max() < 2e-5, (rows, held, n, bias)
 
 
+def test_rows_that_are_not_finite_stay_so(tmp_path: Path) -> None:
+    """C06: rounding to whole numbers hides no NaN, harms no other row, and makes none."""
+    library = LinearLibrary(
+        form=LinearForm(form="packed", by_rows=True), dtype="f32", quantized=True, min_rows=16
+    )
+    symbol = library.function(8, 64, 40, bias=False)
+    given = [("40x64", "i8"), ("40", "f32")]
+    source, output = tmp_path / "products.mlir", tmp_path / "products.vmfb"
+    case = wrapper(0, symbol, 8, 64, 40, "8", given)
+    source.write_text("\n".join(["module @m {", *library.functions.values(), case, "}"]))
+    run_compiler(source, output, get_target("host").compile_flags(1))
+    config = rt.Config("local-sync")
+    module = rt.load_vm_module(rt.VmModule.mmap(config.vm_instance, str(output)), config)
+    random = np.random.default_rng(2)
+    x = random.standard_normal((8, 64), dtype=np.float32)
+    x[1, 3], x[2, 40], x[3, 63] = np.nan, np.inf, -np.inf
+    x[4], x[5] = 0, 1e-38
+    weight = random.integers(1, 128, (40, 64)).astype(np.float32)
+    found = module["case0"](x, weight, np.ones(40, np.float32)).to_host()
+    assert not np.isfinite(found[1:4]).any()
+    sound = [0, 4, 5, 6, 7]
+    wanted = llama.round_rows(torch.from_numpy(x[sound])).numpy() @ weight.T
+    np.testing.assert_allclose(found[sound], wanted, rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_int8_takes_no_dispatch_more_than_bf16(by_rows: bool, tmp_path: Path) -> None:
     """Scales are multiplied where results are unpacked or gated, in the product of one row, or in a
-    kernel: a pass of their own over the logits of 16 rows took a fifth of their product's time."""
+    kernel: a pass of their own over the logits of 16 rows took a fifth of their product's time.
+    Rows are rounded once, however many products take them."""
     counts = []
     for quantized in (False, True):
         form = LinearForm(form="packed", by_rows=by_rows)
@@ -155,5 +187,9 @@ def test_int8_takes_no_dispatch_more_than_bf16(by_rows: bool, tmp_path: Path) ->
         source, flow = tmp_path / "products.mlir", tmp_path / "flow.mlir"
         source.write_text("\n".join(["module @m {", *library.functions.values(), *callers, "}"]))
         run_compiler(source, flow, (*get_target("host").compile_flags(1), "--compile-to=flow"))
-        counts.append(flow.read_text().count("= flow.dispatch @"))
-    assert counts[0] == counts[1] > 0
+        text = flow.read_text()
+        roundings = text.count("= flow.dispatch @rounded.")
+        # Of each number of rows: what the product takes, and what the three of the MLP take.
+        assert roundings == (4 * 3 if quantized and by_rows else 0)
+        counts.append(text.count("= flow.dispatch @") - roundings)
+    assert counts[0] >= counts[1] > 0

@@ -18,6 +18,7 @@ import torch
 from bundles import sample_manifest
 from ladder import EagerRunner, write_kind
 from shark_llm.artifacts.manifest import GoldenReport, Manifest
+from shark_llm.compile.targets import get_target
 from shark_llm.errors import VerificationError
 from shark_llm.export.signatures import ExportSettings, entry_points
 from shark_llm.golden import check_golden, golden_pages, golden_steps
@@ -62,7 +63,11 @@ def t0(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(module: Module, directory: Path, made: Manifest, dtype: str = "f32") -> GoldenReport:
     judge = EagerRunner(directory, dtype=dtype).model
     return check_golden(
-        cast(IreeRunner, module), made, judge.config, judge.parameters, narrow_operands=False
+        cast(IreeRunner, module),
+        made,
+        judge.config,
+        judge.parameters,
+        form=get_target("x86-64-v3").linear_form,
     )
 
 
@@ -184,6 +189,6 @@ def test_model_that_overflows_in_f16_gets_the_advice(tmp_path: Path) -> None:
             manifest(dtype="f16", plan=plan_parameters(judge.config, 1)),
             judge.config,
             judge.parameters,
-            narrow_operands=False,
+            form=get_target("x86-64-v3").linear_form,
         )
     assert torch.isfinite(judge.parameters["output.weight"]).all()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ladder import PAGE, token_ids, write_kind
 from shark_llm.checkpoint.open import open_checkpoint
 from shark_llm.golden import read_parameters
+from shark_llm.model import llama
 from shark_llm.model.eager import EagerModel, EagerSettings
 from shark_llm.sharding.plan import plan_parameters, scale_name
 from shark_llm.sharding.quantize import dequantize, quantize
@@ -27,6 +28,40 @@ def test_no_weight_moves_further_than_half_a_scale(rows: list[list[float]]) -> N
     assert q.to(torch.int32).abs().amax() <= 127
     error = (q.double() * scale.double()[:, None] - whole.double()).abs()
     assert (error <= scale.double()[:, None] * 0.50001).all()
+
+
+def test_rounded_rows_are_near_by_groups() -> None:
+    """An activation moves by half a step of its own group at most: an outlier harms no other."""
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(7))
+    x[2, 40] = 1000.0
+    rounded = llama.round_rows(x)
+    for start in range(0, 96, 32):
+        group = slice(start, start + 32)
+        step = x[:, group].abs().amax(1, keepdim=True) / 127
+        assert ((rounded - x)[:, group].abs() <= 0.501 * step).all()
+    assert rounded[2, 40] == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize(("columns", "group"), [(32, 32), (48, 16), (576, 32), (24, None)])
+def test_groups_are_whole(columns: int, group: int | None) -> None:
+    assert llama.rounding_group(columns) == group
+    x = torch.randn(2, columns, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(llama.round_rows(x), x) == (group is None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    """C06: a row of NaN must not become one of numbers."""
+    x = torch.ones(1, 64)
+    x[0, 3] = value
+    rounded = llama.round_rows(x)
+    assert not torch.isfinite(rounded[0, :32]).any()
+    assert torch.equal(rounded[0, 32:], x[0, 32:])
+
+
+def test_next_to_nothing_becomes_zeros() -> None:
+    x = torch.tensor([[1e-38] * 32, [0.0] * 32])
+    assert torch.equal(llama.round_rows(x), torch.zeros(2, 32))
 
 
 def test_the_largest_of_a_row_becomes_127() -> None:

@@ -150,6 +150,16 @@ def get_target(name: str, *, quantized: bool = False) -> CompileTarget:
     return TARGETS[name]
 
 
+def linear_form(name: str, cpu_features: Collection[str], *, quantized: bool) -> LinearForm:
+    """How products of a module for the target `name` were written; of `host`, the features are
+    those of the machine that built it."""
+    if name != HOST:
+        return get_target(name).linear_form
+    if compiler_tiles(cpu_features, quantized=quantized):
+        return PLAIN
+    return _packed(tuple(cpu_features))
+
+
 def compiler_tiles(cpu_features: Collection[str], *, quantized: bool) -> bool:
     """Whether products for a `host` of these features are left to the compiler's own tiling.
 

@@ -15,9 +15,10 @@ Two forms, chosen per target:
              instructions for, and what the compiler's data tiling packs itself on CPUs with bf16
              arithmetic.
 
-Quantized weights are i8, each row with an f32 scale of its own: they are widened inside the product
-(plain: to the dtype of the operands, in which whole numbers up to 127 are exact), and its result is
-multiplied by the scales.
+Quantized weights are i8, each row with an f32 scale of its own, by which a product's result is
+multiplied. With AVX2, activations are rounded to 8 bits too, and products of any number of rows are
+kernels of `whole_products.py`. Elsewhere weights are widened inside the product (plain: to the
+dtype of the operands, in which whole numbers up to 127 are exact).
 
 Legend: M rows of activations, K columns, N rows of a weight, I columns of the MLP, H hidden size.
 """
@@ -28,6 +29,12 @@ from dataclasses import dataclass, field
 
 from shark_llm.export.packed import LinearForm, PackedProducts, Tiles
 from shark_llm.export.row_products import MAX_ROWS, PANEL, product_function
+from shark_llm.export.whole_products import (
+    rounded_rows,
+    rounding_function,
+    whole_product_function,
+)
+from shark_llm.model.llama import rounding_group
 
 
 @dataclass
@@ -88,7 +95,8 @@ class LinearLibrary:
             ),
             *(f"%{b}: {self._bias(h if b == 'bd' else i)}" for b in biases),
         ]
-        if self.form.form == "packed" and not self._by_rows(m) and i % self.form.tile_n == 0:
+        kernels = self._by_rows(m) or self._whole(h) or self._whole(i)
+        if self.form.form == "packed" and not kernels and i % self.form.tile_n == 0:
             lines = self._packed_mlp(m, h, i, gate_bias=gate_bias, up_bias=up_bias)
         else:
             lines = []
@@ -146,7 +154,7 @@ class LinearLibrary:
         """`scale` is read only where weights are quantized."""
         if self.form.form == "plain":
             return self._plain_product(m, k, n, x, w, y, scale)
-        if self._by_rows(m):
+        if self._by_rows(m) or self._whole(k):
             return self._row_product(m, k, n, (x, w, scale), y)
         tiles = self.packed.tiles(m)
         return [
@@ -163,6 +171,14 @@ class LinearLibrary:
             return False
         return self.min_rows >= MAX_ROWS if m is None else m > form.max_tile_m
 
+    def _whole(self, k: int) -> bool:
+        """Whether products over `k` columns, of whatever number of rows, are `whole_products`.
+
+        The packed weight is another one then, so it is all of them or none.
+        """
+        rounds = self.form.rounds_rows(quantized=self.quantized, min_rows=self.min_rows)
+        return rounds and rounding_group(k) is not None
+
     def _row_product(
         self, m: int | None, k: int, n: int, operands: tuple[str, str, str], y: str
     ) -> list[str]:
@@ -170,20 +186,31 @@ class LinearLibrary:
         x, w, scale = operands
         tiles = self.packed.tiles(m)
         panels, dtype = -(-n // PANEL), self.packed.dtype
-        name = f"rows.{_rows_name(m)}x{k}x{n}"
-        if name not in self.functions:
+        x_type = f"tensor<{tiles.rows}x{k}xf32>"
+        name, depth, lines = f"rows.{_rows_name(m)}x{k}x{n}", 1, []
+        if self._whole(k):
+            depth = 2
+            if name not in self.functions:
+                self.functions[name] = whole_product_function(name, m, k, n)
+            rounding = f"rounded.{_rows_name(m)}x{k}"
+            if rounding not in self.functions:
+                self.functions[rounding] = rounding_function(rounding, m, k)
+            rounded_type = rounded_rows(m, k)
+            lines.append(f"{y}_x = func.call @{rounding}({x}) : ({x_type}) -> {rounded_type}")
+            x, x_type = f"{y}_x", rounded_type
+        elif name not in self.functions:
             function = product_function(name, m, k, n, dtype, scaled=self.quantized)
             self.functions[name] = function
         whole = f"tensor<{tiles.rows}x{panels * PANEL}xf32>"
         packed, flat = (
-            self.packed.tensor(panels, k, PANEL, 1),
+            self.packed.tensor(panels, k // depth, PANEL, depth),
             self.packed.tensor(panels, k * PANEL),
         )
-        lines = [
-            *self.packed.pack_weight(k, n, w, f"{y}_w"),
+        lines += [
+            *self.packed.pack_weight(k, n, w, f"{y}_w", depth),
             f"{y}_flat = tensor.collapse_shape {y}_w [[0], [1, 2, 3]] : {packed} into {flat}",
         ]
-        passed, types = f"{x}, {y}_flat", f"tensor<{tiles.rows}x{k}xf32>, {flat}"
+        passed, types = f"{x}, {y}_flat", f"{x_type}, {flat}"
         if self.quantized:
             padded = f"tensor<{panels * PANEL}xf32>"
             lines += [

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shark_llm.export.row_products import MAX_ROWS
 from shark_llm.export.tiling import largest_divisor
 
 
@@ -39,6 +40,12 @@ class LinearForm:
     """Between several ranks all chunks of layers are one function, which takes their weights as
     arguments: a module then compiles in the same time whatever its depth. Not where the compiler or
     this form packs weights, which happens once only for those that a function loads itself."""
+
+    def rounds_rows(self, *, quantized: bool, min_rows: int) -> bool:
+        """Whether activations are rounded to whole numbers before each product, where
+        `llama.rounding_group` allows it, in a module whose products have a dynamic number of rows
+        of at least `min_rows`."""
+        return self.by_rows and quantized and min_rows >= MAX_ROWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +119,16 @@ class PackedProducts:
             f"inner_tiles = [{tiles.tile}, 1] into {result}_empty : {plain} -> {packed}",
         ]
 
-    def pack_weight(self, k: int, n: int, w: str, result: str) -> list[str]:
-        """(N, K) -> (N/tile, K, tile, 1)."""
+    def pack_weight(self, k: int, n: int, w: str, result: str, depth: int = 1) -> list[str]:
+        """(N, K) -> (N/tile, K/depth, tile, depth)."""
         tile_n = self.form.tile_n
-        plain, packed = self.tensor(n, k), self.tensor(-(-n // tile_n), k, tile_n, 1)
+        plain = self.tensor(n, k)
+        packed = self.tensor(-(-n // tile_n), k // depth, tile_n, depth)
         pad = "" if n % tile_n == 0 else f" padding_value(%zero_w : {self.dtype})"
         return [
             f"{result}_empty = tensor.empty() : {packed}",
             f"{result} = linalg.pack {w}{pad} inner_dims_pos = [0, 1] "
-            f"inner_tiles = [{tile_n}, 1] into {result}_empty : {plain} -> {packed}",
+            f"inner_tiles = [{tile_n}, {depth}] into {result}_empty : {plain} -> {packed}",
         ]
 
     @property

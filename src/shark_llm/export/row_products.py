@@ -18,11 +18,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shark_llm.artifacts.irpa import DTYPE_BYTES
 from shark_llm.export.kernel import Operand, kernel
-from shark_llm.export.vector_writer import LANES, LOAD, READ, STORE, VECTOR, WRITE, VectorWriter
+from shark_llm.export.vector_writer import (
+    LANES,
+    LOAD,
+    READ,
+    STORE,
+    VECTOR,
+    WHOLE,
+    WRITE,
+    VectorWriter,
+)
 
 PANEL = 16
 VECTORS = PANEL // LANES
@@ -47,11 +57,13 @@ def product_function(name: str, m: int | None, k: int, n: int, dtype: str, *, sc
 
     `m` rows, or any number of at least 6 (None). `dtype` is that of w. Scales: only if `scaled`.
     """
-    return _Product(m=m, k=k, panels=-(-n // PANEL), dtype=dtype, scaled=scaled).text(name)
+    return RowProduct(m=m, k=k, panels=-(-n // PANEL), dtype=dtype, scaled=scaled).text(name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Product:
+class RowProduct:
+    """One product's text. `text`, `_walk` and the properties deal out the work; `_tile` does it."""
+
     m: int | None
     k: int
     panels: int
@@ -66,21 +78,33 @@ class _Product:
     @property
     def grain(self) -> int:
         """Panels of a workgroup."""
-        most = max(1, self.panels // MIN_WORKGROUPS)
-        divisors = [g for g in range(1, most + 1) if self.panels % g == 0]
+        parts = self.panels // self.panels_at_once
+        most = max(1, parts // MIN_WORKGROUPS)
+        divisors = [g for g in range(1, most + 1) if parts % g == 0]
         if self.is_few:
-            few = (g for g in divisors if self.panels // g <= MAX_WORKGROUPS)
-            return next(few, divisors[-1])
+            few = (g for g in divisors if parts // g <= MAX_WORKGROUPS)
+            return self.panels_at_once * next(few, divisors[-1])
         panel_bytes = self.k * PANEL * DTYPE_BYTES[self.dtype]
         return max((g for g in divisors if g * panel_bytes <= CACHED_BYTES), default=1)
+
+    @property
+    def panels_at_once(self) -> int:
+        """Panels that a tile takes together: a divisor of them all, and more than one only if rows
+        are few."""
+        return 1
 
     @property
     def rows(self) -> str:
         return "?" if self.m is None else str(self.m)
 
     @property
+    def row(self) -> str:
+        """Elements of a row of x, and their type."""
+        return f"{self.k}xf32"
+
+    @property
     def x(self) -> str:
-        return f"tensor<{self.rows}x{self.k}xf32>"
+        return f"tensor<{self.rows}x{self.row}>"
 
     @property
     def weight(self) -> str:
@@ -120,6 +144,7 @@ class _Product:
     %zero = arith.constant 0.0 : f32
     %narrow_zero = arith.constant {zero}
     %zeros = arith.constant dense<0.0> : {VECTOR}
+    %whole_zeros = arith.constant dense<0> : {WHOLE}
     %group = flow.dispatch.workgroup.id[0] : index
     %grain = arith.constant {self.grain} : index
     %first_panel = arith.muli %group, %grain : index
@@ -137,8 +162,9 @@ class _Product:
     %max_rows = arith.constant {MAX_ROWS} : index
     %tiles = arith.ceildivui %rows_here, %max_rows : index
     %last_start = arith.subi %rows_here, %max_rows : index
-    %rows = {LOAD} %all_x, offsets = [0, 0], sizes = [{self.m or "%m_here"}, {self.k}],
-        strides = [1, 1] : {READ}{x}>{dims_here} -> {x}
+    %rows = {LOAD} %all_x, offsets = [0, 0],
+        sizes = [{self.m or "%m_here"}, {self.row.partition("x")[0]}], strides = [1, 1]
+        : {READ}{x}>{dims_here} -> {x}
     %weight = {LOAD} %all_w, offsets = [0], sizes = [{self.panels * self.k * PANEL}], strides = [1]
         : {READ}{w}> -> {w}
 {load_scales}
@@ -174,14 +200,17 @@ func.func private @{name}(%x: {x}, %packed: {packed}{scales}) -> {y} {{
         """All tiles of a workgroup in turn; returns its block of the result."""
         w = self.writer
         empty = w.let(f"tensor.empty({'' if self.is_few else '%rows_here'}) : {self.block}")
-        panels = (w.index(0), w.index(self.grain), w.index(1))
+        together = self.panels_at_once
+        panels = (w.index(0), w.index(self.grain), w.index(together))
 
         def panel(number: str, state: list[str], parts: list[list[str]]) -> list[str]:
-            at = w.let(f"arith.addi %first_panel, {number} : index")
-            column = w.times(number, PANEL)
+            places = [
+                (w.let(f"arith.addi %first_panel, {here} : index"), w.times(here, PANEL))
+                for here in (w.plus(number, i) for i in range(together))
+            ]
             (block,) = state
             for rows in parts:
-                block = self._tile(at, column, rows, block)
+                block = self._tile(places, rows, block)
             return [block]
 
         if self.m is not None and self.is_few:
@@ -198,10 +227,11 @@ func.func private @{name}(%x: {x}, %packed: {packed}{scales}) -> {y} {{
 
         return w.loop((w.index(0), "%tiles", w.index(1)), [empty], [self.block], tile)[0]
 
-    def _tile(self, panel: str, column: str, rows: list[str], block: str) -> str:
-        """The block with the results of one panel, which begin at `column`. `rows` are counted
-        from the workgroup's first."""
+    def _tile(self, places: Sequence[tuple[str, str]], rows: list[str], block: str) -> str:
+        """The block with the results of some panels. `places`: each panel's number and its first
+        column in the block; `rows` are counted from the workgroup's first."""
         w = self.writer
+        ((panel, column),) = places
         base = w.times(panel, self.k * PANEL)
         step = STEP if self.k % STEP == 0 else 1
         read = [w.let(f"arith.addi %first_row, {row} : index") for row in rows]
@@ -222,6 +252,11 @@ func.func private @{name}(%x: {x}, %packed: {packed}{scales}) -> {y} {{
         count = len(rows) * VECTORS
         bounds = (w.index(0), w.index(self.k), w.index(step))
         sums = w.loop(bounds, ["%zeros"] * count, [VECTOR] * count, columns)
+        return self._stored(panel, column, rows, sums, block)
+
+    def _stored(self, panel: str, column: str, rows: list[str], sums: list[str], block: str) -> str:
+        """The block with the sums of `rows`, a panel's vectors of each row in turn, scaled."""
+        w = self.writer
         if self.scaled:
             start = w.times(panel, PANEL)
             scales = [

@@ -1,4 +1,4 @@
-"""Writing vector code as MLIR: SSA names, loops, and operations on vectors of 8 f32 lanes.
+"""Writing vector code as MLIR: SSA names, loops, and operations on vectors of 8 lanes.
 
 For what the compiler would not make of whole-tensor operations. Buffers are tensors, which become
 memory of the workgroup.
@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 LANES = 8
 VECTOR = f"vector<{LANES}xf32>"
+WHOLE = f"vector<{LANES}xi32>"
+PAIRS = f"vector<{2 * LANES}xi16>"
 FLAGS = f"vector<{LANES}xi1>"
 LOAD = "iree_tensor_ext.dispatch.tensor.load"
 STORE = "iree_tensor_ext.dispatch.tensor.store"

@@ -28,6 +28,8 @@ class EagerSettings:
     attention_form: AttentionForm = "matmul"
     narrow_operands: bool = False
     """Round activations to the norms' dtype before each product, as `LinearForm` plain does."""
+    round_rows: bool = False
+    """Round them to whole numbers by groups instead, as `LinearForm.rounds_rows` says."""
 
 
 @dataclass
@@ -124,6 +126,8 @@ class EagerModel:
         weight = self._weight(f"{name}.weight", rank)
         if self.settings.narrow_operands:
             x = x.to(self._dtype)
+        if self.settings.round_rows:
+            x = llama.round_rows(x)
         y = x.to(torch.float32) @ weight.to(torch.float32).t()
         scale = self._local(f"{name}.scale", rank)
         if scale is not None:

@@ -33,6 +33,10 @@ from shark_llm.model.kv_cache import (
 )
 from shark_llm.model.rope import attention_scaling, cos_sin, rotate, turn_fractions
 
+LARGEST_ROUNDED = 127
+ROUNDING_GROUPS = (32, 16)
+LEAST_PEAK = 1e-30
+"""A group of which no magnitude is larger becomes zeros: its steps would leave the range of f32."""
 SUM_LANES = 8
 """Sums that `softmax_sums` keeps side by side."""
 
@@ -255,6 +259,26 @@ def _(
 def gate(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """silu(g) * u: all (M, I) f32. Source: LlamaMLP."""
     return torch.nn.functional.silu(g) * u
+
+
+def rounding_group(columns: int) -> int | None:
+    """How many columns of a row share a step where rows are rounded to whole numbers: the first of
+    `ROUNDING_GROUPS` that divides them; None where there is none."""
+    return next((size for size in ROUNDING_GROUPS if columns % size == 0), None)
+
+
+def round_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (M, K) f32, each group of a row rounded to 255 steps, the largest of which is its largest
+    magnitude. Rows that cannot be cut into groups are left as they are. A group with a value that
+    is not finite has none that is."""
+    group = rounding_group(x.shape[1])
+    if group is None:
+        return x
+    groups = x.reshape(x.shape[0], -1, group)
+    peak = groups.abs().amax(2, keepdim=True)
+    inverse = torch.where(peak < LEAST_PEAK, 0.0, LARGEST_ROUNDED / peak)
+    whole = torch.round(groups * inverse).clamp(-LARGEST_ROUNDED, LARGEST_ROUNDED)
+    return (whole * (peak / LARGEST_ROUNDED)).reshape(x.shape)
 
 
 def last_rows(
