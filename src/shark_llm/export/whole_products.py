@@ -16,7 +16,6 @@ Legend: as in `row_products.py`; G columns of a group.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -184,8 +183,8 @@ class WholeProduct(RowProduct):
         bases = [w.times(panel, self.k * PANEL) for panel, _ in places]
         pairs = self.group // 2
         read = [w.let(f"arith.addi %first_row, {row} : index") for row in rows]
-        vectors = list(itertools.product(range(len(places)), range(VECTORS)))
-        count = len(rows) * len(vectors)
+        width = len(places) * VECTORS
+        count = len(rows) * width
 
         def group(number: str, totals: list[str]) -> list[str]:
             first_pair = w.times(number, pairs)
@@ -210,7 +209,7 @@ class WholeProduct(RowProduct):
             return [
                 w.fma(
                     w.let(f"arith.sitofp {sum_} : {WHOLE} to {VECTOR}"),
-                    steps[i // len(vectors)],
+                    steps[i // width],
                     total,
                 )
                 for i, (sum_, total) in enumerate(zip(sums, totals, strict=True))
@@ -223,7 +222,7 @@ class WholeProduct(RowProduct):
             of_panel = [
                 total
                 for row in range(len(rows))
-                for total in totals[row * len(vectors) :][first : first + VECTORS]
+                for total in totals[row * width :][first : first + VECTORS]
             ]
             block = self._stored(panel, column, rows, of_panel, block)
         return block
