@@ -29,7 +29,6 @@ from shark_llm.export.vector_writer import (
     READ,
     STORE,
     VECTOR,
-    WHOLE,
     WRITE,
     VectorWriter,
 )
@@ -144,7 +143,6 @@ class RowProduct:
     %zero = arith.constant 0.0 : f32
     %narrow_zero = arith.constant {zero}
     %zeros = arith.constant dense<0.0> : {VECTOR}
-    %whole_zeros = arith.constant dense<0> : {WHOLE}
     %group = flow.dispatch.workgroup.id[0] : index
     %grain = arith.constant {self.grain} : index
     %first_panel = arith.muli %group, %grain : index

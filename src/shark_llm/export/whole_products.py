@@ -185,6 +185,7 @@ class WholeProduct(RowProduct):
         read = [w.let(f"arith.addi %first_row, {row} : index") for row in rows]
         width = len(places) * VECTORS
         count = len(rows) * width
+        nothing = w.let(f"arith.constant dense<0> : {WHOLE}")
 
         def group(number: str, totals: list[str]) -> list[str]:
             first_pair = w.times(number, pairs)
@@ -203,7 +204,7 @@ class WholeProduct(RowProduct):
                 return sums
 
             bounds = (w.index(0), w.index(pairs), w.index(STEP))
-            sums = w.loop(bounds, ["%whole_zeros"] * count, [WHOLE] * count, columns)
+            sums = w.loop(bounds, [nothing] * count, [WHOLE] * count, columns)
             at = w.plus(number, self.k // 2)
             steps = [self._step(row, at) for row in read]
             return [
